@@ -1,0 +1,39 @@
+"""How the CPU's loops are compiled: two decorators over Numba, and a cache that a change of any source empties.
+
+`jit` compiles a function that runs on the calling thread, `pjit` one whose `prange` loops run on all threads. With
+NUMBA_DISABLE_JIT=1 both leave the function as it is, so that every line can be stepped through in a debugger.
+
+Floating point: sums may be reordered and products contracted into fused multiply-adds (otherwise no sum vectorises), but
+NaN and infinity keep their meaning. The order is fixed when the function is compiled, so results repeat bit for bit.
+Division follows NumPy (x / 0 is inf), since Python's check for zero would keep a loop from vectorising.
+"""
+
+import hashlib
+from pathlib import Path
+
+import numba
+
+from kernels.cache import user_cache
+
+# Numba's own cache looks at the file of the function alone, not at the functions it calls in other files.
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def _sources_hash() -> str:
+    digest = hashlib.sha256(numba.__version__.encode())
+    for folder in ("kernels/cpu", "stages"):
+        for path in sorted((_ROOT / folder).glob("*.py")):
+            text = path.read_bytes()
+            if b"cpu.jit" in text or path.parent.name == "cpu":
+                digest.update(path.name.encode() + b"\0" + text)
+    return digest.hexdigest()[:16]
+
+
+numba.config.CACHE_DIR = str(user_cache() / "numba" / _sources_hash())
+# The default layer's idle threads spin and take the cores from the matrix library's; this one's sleep.
+numba.config.THREADING_LAYER = "workqueue"
+
+_FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+
+jit = numba.njit(cache=True, fastmath=_FASTMATH, error_model="numpy")
+pjit = numba.njit(cache=True, fastmath=_FASTMATH, error_model="numpy", parallel=True)
