@@ -1,0 +1,194 @@
+"""The token shards: the layout that others read, and what is said of files that are not whole."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages import shard_format
+from stages.shard_format import Counts, ShardWriter, open_split, read_shard, shard_path, write_index, write_shard
+
+SHA = "ab" * 32
+
+
+def write_split(folder: Path, sizes: list[int], vocab_size: int = 500) -> np.ndarray:
+    """A split "val" of given shard sizes, and the stream it holds."""
+    stream = np.arange(sum(sizes)) * 7 % vocab_size
+    start = 0
+    for number, size in enumerate(sizes):
+        write_shard(shard_path(folder, "val", number), stream[start : start + size], vocab_size)
+        start += size
+    counts = Counts(tokens=len(stream), bytes=3 * len(stream), documents=2, shards=len(sizes))
+    write_index(folder, tokenizer_sha256=SHA, vocab_size=vocab_size, splits={"val": counts})
+    return stream
+
+
+def test_layout_is_the_published_one(tmp_path: Path) -> None:
+    """Catches any drift of the layout: the expected bytes are written out by hand, not by the writer's own constants."""
+    write_shard(tmp_path / "a.bin", np.array([1, 258, 65535]), 65536)
+    expected = struct.pack("<3i", 20240520, 1, 3) + bytes(4 * 253) + b"\x01\x00\x02\x01\xff\xff"
+    assert (tmp_path / "a.bin").read_bytes() == expected
+    assert read_shard(tmp_path / "a.bin").tolist() == [1, 258, 65535]
+
+
+@pytest.mark.parametrize("ids", [[0, 70000], [300], [-1, 5]])
+def test_id_outside_the_vocabulary_is_refused_before_the_cast(tmp_path: Path, ids: list[int]) -> None:
+    """Catches the silent wrap of uint16 (70000 becomes 4464) and ids that no row of the embedding has."""
+    with pytest.raises(ValueError, match="expected 0 to 299"):
+        write_shard(tmp_path / "a.bin", np.array(ids, dtype=np.int32), 300)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_vocabulary_above_uint16_is_refused(tmp_path: Path) -> None:
+    """Catches a vocabulary whose ids would wrap, even where this piece of text has none of the high ones."""
+    with pytest.raises(ValueError, match=r"vocabulary of 65537.*65536"):
+        write_shard(tmp_path / "a.bin", np.array([1]), 65537)
+
+
+@given(st.lists(st.integers(0, 25), max_size=12), st.integers(1, 20))
+def test_writer_cuts_the_stream_without_loss(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[int], per_shard: int
+) -> None:
+    """Catches tokens lost or doubled where a piece ends at, before or after a shard's border, and an empty last shard."""
+    folder = tmp_path_factory.mktemp("shards")
+    stream = np.arange(sum(pieces))
+    with ShardWriter(folder, "train", vocab_size=1000, tokens_per_shard=per_shard) as writer:
+        for end, size in zip(np.cumsum(pieces), pieces, strict=True):
+            writer.add(stream[end - size : end])
+    files = sorted(folder.iterdir())
+    assert [path.name for path in files] == [f"train_{number:05d}.bin" for number in range(-(-len(stream) // per_shard))]
+    shards = [read_shard(path).tolist() for path in files]
+    assert [token for shard in shards for token in shard] == stream.tolist()
+    assert [len(shard) for shard in shards[:-1]] == [per_shard] * (len(shards) - 1)
+    assert (writer.tokens, writer.shards) == (len(stream), len(files))
+
+
+def test_failure_leaves_no_shard_of_the_final_name(tmp_path: Path) -> None:
+    """Catches a half-written shard that looks complete after a crash in the middle of it."""
+    with (
+        pytest.raises(RuntimeError, match="source failed"),
+        ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=4) as writer,
+    ):
+        writer.add(np.arange(6))
+        raise RuntimeError("source failed")
+    assert [path.name for path in tmp_path.iterdir()] == ["train_00000.bin"]
+
+
+def test_shard_sizes_that_the_format_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a count that overflows the header's int32, and a file number of six digits."""
+    with pytest.raises(ValueError, match=r"shard\.tokens_per_shard: expected 1 to 2147483647 .*got 2147483648"):
+        ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=2**31)
+    monkeypatch.setattr(shard_format, "MAX_SHARDS", 2)
+    writer = ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=1)
+    with pytest.raises(ValueError, match="over 2 files; set it higher"):
+        writer.add(np.arange(3))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
+def test_reads_cross_shard_borders(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject) -> None:
+    """Catches an off-by-one at a shard's border, where a loader that reads each file alone drops or repeats tokens."""
+    folder = tmp_path_factory.mktemp("shards")
+    stream = write_split(folder, sizes)
+    split = open_split(folder, "val", SHA, 500)
+    start = data.draw(st.integers(0, len(stream) - 1))
+    stop = data.draw(st.integers(start + 1, len(stream)))
+    ids = split.read(start, stop)
+    assert ids.tolist() == stream[start:stop].tolist()
+    assert ids.dtype == np.int32
+    assert split.counts.bytes == 3 * len(stream)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 3), (5, 11)])
+def test_range_outside_the_stream_is_refused(tmp_path: Path, start: int, stop: int) -> None:
+    """Catches a read past the end that would come back short, and a negative one that would wrap around."""
+    write_split(tmp_path, [4, 6])
+    with pytest.raises(ValueError, match="among its 10"):
+        open_split(tmp_path, "val", SHA, 500).read(start, stop)
+
+
+def patch_header(path: Path, place: int, value: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[4 * place : 4 * place + 4] = struct.pack("<i", value)
+    path.write_bytes(data)
+
+
+SPOIL = {
+    "missing shard": (lambda f: (f / "val_00001.bin").unlink(), r"val_00001\.bin: not found"),
+    "cut short": (
+        lambda f: (f / "val_00001.bin").write_bytes((f / "val_00001.bin").read_bytes()[:-2]),
+        r"val_00001\.bin: expected 1036 bytes for 6 tokens, found 1034",
+    ),
+    "too long": (
+        lambda f: (f / "val_00001.bin").write_bytes((f / "val_00001.bin").read_bytes() + b"\0"),
+        r"val_00001\.bin: expected 1036 bytes for 6 tokens, found 1037",
+    ),
+    "header cut": (
+        lambda f: (f / "val_00000.bin").write_bytes(b"\0" * 100),
+        "expected a header of 1024 bytes, found a file of 100",
+    ),
+    "foreign": (lambda f: patch_header(f / "val_00000.bin", 0, 7), "expected magic number 20240520, found 7: no token shard"),
+    "other version": (lambda f: patch_header(f / "val_00000.bin", 1, 2), r"expected version 1 .*found 2"),
+    "negative count": (lambda f: patch_header(f / "val_00000.bin", 2, -5), "expected at least 1 token, found a count of -5"),
+    "shard of another run": (
+        lambda f: write_shard(f / "val_00001.bin", np.arange(5), 500),
+        r"index\.json: expected 10 tokens in split val, found 9 in its files",
+    ),
+    "no index": (lambda f: (f / "index.json").unlink(), r"index\.json: not found: the stage shard has not finished"),
+    "index cut short": (
+        lambda f: (f / "index.json").write_text("{", encoding="utf-8"),
+        r"index\.json: expected tokenizer_sha256",
+    ),
+    "index of other keys": (
+        lambda f: (f / "index.json").write_text(json.dumps({"splits": {}}), encoding="utf-8"),
+        r"index\.json: expected tokenizer_sha256",
+    ),
+    "index not UTF-8": (lambda f: (f / "index.json").write_bytes(b"\xff\xfe"), r"index\.json: expected tokenizer_sha256"),
+}
+
+
+@pytest.mark.parametrize("fault", SPOIL)
+def test_broken_files_are_named(tmp_path: Path, fault: str) -> None:
+    """Catches a reader that trusts a broken file, and a message without file, expected, found or what to do."""
+    write_split(tmp_path, [4, 6])
+    spoil, message = SPOIL[fault]
+    spoil(tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_split(tmp_path, "val", SHA, 500)
+    assert str(caught.value).endswith("run: dvc repro shard")
+    assert "\n" not in str(caught.value)
+
+
+def test_other_tokenizer_or_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Catches shards that are decoded with a tokenizer that didn't make them: garbage without an error."""
+    write_split(tmp_path, [4, 6])
+    with pytest.raises(ValueError, match="expected shards of tokenizer cdcdcdcdcdcd, found those of abababababab; run: dvc"):
+        open_split(tmp_path, "val", "cd" * 32, 500)
+    with pytest.raises(ValueError, match="expected a vocabulary of 512, found 500; run: dvc"):
+        open_split(tmp_path, "val", SHA, 512)
+    with pytest.raises(ValueError, match="expected a split train, found val; run: dvc"):
+        open_split(tmp_path, "train", SHA, 500)
+
+
+def test_file_that_changes_after_opening_is_noticed(tmp_path: Path) -> None:
+    """Catches ids past the embedding, and a short read, from files swapped or cut while a long run reads them."""
+    write_split(tmp_path, [4, 6])
+    split = open_split(tmp_path, "val", SHA, 500)
+    write_shard(tmp_path / "val_00001.bin", np.array([1, 2, 3, 600, 4, 5]), 1000)
+    with pytest.raises(ValueError, match=r"val_00001\.bin: expected ids below 500, found 600 at token 3; run: dvc"):
+        split.read(2, 10)
+    write_shard(tmp_path / "val_00001.bin", np.array([1, 2]), 1000)
+    with pytest.raises(ValueError, match=r"val_00001\.bin: expected 6 tokens from 0 on, found 2; run: dvc"):
+        split.read(2, 10)
+
+
+def test_clear_removes_what_an_earlier_run_left(tmp_path: Path) -> None:
+    """Catches shards of a longer earlier run beside a shorter new one, and an index that outlives its shards."""
+    write_split(tmp_path, [4, 6])
+    (tmp_path / "val_00002.bin.tmp").write_bytes(b"half")
+    (tmp_path / "mine.txt").write_text("kept", encoding="utf-8")
+    shard_format.clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
