@@ -1,0 +1,73 @@
+"""Plain values -> frozen dataclasses, strictly: the types of settings.py are the schema of params.yaml."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from stages.overrides import nearest
+
+# Sections whose keys may be left out, since each kind of source has others.
+OPTIONAL_KEYS = ("corpus", "conversations")
+
+
+def check(ok: bool, key: str, expected: str, value: object) -> None:
+    """Raises the ValueError of a key whose value does not fit."""
+    if not ok:
+        raise ValueError(f"{key}: expected {expected}, got {value!r}")
+
+
+def build(kind: Any, value: Any, key: str) -> Any:
+    """One plain value -> one field's type, strictly.
+
+    Args:
+        kind: a dataclass, Literal, tuple[X, ...], X | None, float, int, bool or str.
+        value: what params.yaml holds; a whole number is good for a float, a bool is not good for an int.
+        key: where it stands, for the message.
+
+    Raises:
+        ValueError: an unknown or missing key, or a value of another type; the message names the key.
+    """
+    if is_dataclass(kind):
+        return _build_section(kind, value, key)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        assert arguments[1:] == (NoneType,), f"{key}: a field is X or X | None"
+        return None if value is None else build(arguments[0], value, key)
+    if origin is tuple:
+        check(isinstance(value, list), key, "a list", value)
+        return tuple(build(arguments[0], item, f"{key}[{index}]") for index, item in enumerate(value))
+    if origin is Literal:
+        check(isinstance(value, str) and value in arguments, key, f"one of {', '.join(arguments)}", value)
+        return value
+    check(_fits(kind, value), key, _describe(kind), value)
+    return float(value) if kind is float else value
+
+
+def _build_section(kind: Any, value: Any, key: str) -> Any:
+    section = key or "params.yaml"
+    if not isinstance(value, Mapping):
+        hint = f"; `dvc exp run -S {section}=FILE`, without --no-hydra, chooses a file of conf/{section}"
+        raise ValueError(f"{section}: expected a mapping of keys, got {value!r}{hint}")
+    known = {field.name: field for field in fields(kind)}
+    for name in value:
+        if name not in known:
+            raise ValueError(f"{section}: unknown key {name!r}{nearest(str(name), known)}")
+    kinds, found = get_type_hints(kind), {}
+    for name, field in known.items():
+        if name in value:
+            found[name] = build(kinds[name], value[name], f"{key}.{name}" if key else name)
+        elif not key.startswith(OPTIONAL_KEYS) or (field.default is MISSING and field.default_factory is MISSING):
+            raise ValueError(f"{section}: the key {name!r} is missing; `python -m stages.params --write` writes all")
+    return kind(**found)
+
+
+def _fits(kind: type, value: object) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is kind
+
+
+def _describe(kind: Any) -> str:
+    return {float: "a finite number", int: "a whole number", bool: "true or false", str: "a text"}.get(kind, "a value")
