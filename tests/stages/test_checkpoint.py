@@ -94,7 +94,7 @@ def test_states_come_back_exactly_and_two_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
 def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
-    """Would catch training that goes on from a half-written or corrupted state, or gives up where an older one is good."""
+    """Would catch training that goes on from a half-written or corrupted state or gives up while an older one is good."""
     lines: list[str] = []
     with ResumeFolder("f", tmp_path, lines.append) as resume:
         resume.save(state(5))
@@ -119,13 +119,13 @@ def test_leftovers_of_a_kill_are_ignored_and_removed(tmp_path: Path) -> None:
 
 
 def test_finished_work_stays_until_another_fingerprint_runs(tmp_path: Path) -> None:
-    """Would catch work repeated after a kill before DVC's lock, a disk that fills, and an interrupted run thrown away."""
+    """Would catch work repeated after a kill before DVC's lock, a disk that fills, an interrupted run thrown away."""
     for name in ("finished", "interrupted"):
         with ResumeFolder(name, tmp_path) as resume:
             resume.save(state(5))
             if name == "finished":
                 resume.finish()
-    # "interrupted" was opened after "finished" was marked, so it has removed it; a second opening of one's own keeps it.
+    # "interrupted" was opened after "finished" was marked and has removed it; one's own stays.
     assert not (tmp_path / "finished").exists()
     with ResumeFolder("own", tmp_path) as resume:
         resume.save(state(7))

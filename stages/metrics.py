@@ -1,0 +1,222 @@
+"""What a training run shows while it runs and what it leaves behind: a display, curves, samples and provenance.
+
+None of it is in the checkpoint: times and machines differ where weights don't.
+"""
+
+import io
+import json
+import os
+import platform
+import statistics
+import sys
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from stages.checkpoint import write_text
+
+TRAIN_COLUMNS = ("step", "loss", "total_loss", "lr", "grad_norm", "tokens_per_s")
+VAL_COLUMNS = ("step", "val_loss", "val_bpb")
+MOST_ROWS = 1000  # of the training curve: enough for any plot, and Git keeps it
+PLAIN_LINES = 40  # of progress over a whole run, where there is no terminal
+LIBRARIES = ("numpy", "numba", "llvmlite", "cupy-cuda13x", "cupy-cuda12x")  # those that compute
+
+
+@dataclass
+class Record:
+    """What a run has to show so far. It travels in the resume state, so a resumed run's curves are whole.
+
+    Args:
+        train: rows of TRAIN_COLUMNS.
+        val: rows of VAL_COLUMNS.
+        samples: (step, text) of each sample.
+        seconds: of training, validation and sampling, over all sittings.
+        resumed_at: the step of each resumption.
+    """
+
+    train: list[Sequence[float]] = field(default_factory=list)
+    val: list[Sequence[float]] = field(default_factory=list)
+    samples: list[tuple[int, str]] = field(default_factory=list)
+    seconds: float = 0.0
+    resumed_at: list[int] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON knows it; Record(**...) makes it again."""
+        return asdict(self)
+
+    def write_curves(self, folder: Path) -> None:
+        """Writes train.csv and val.csv, each whole."""
+        write_csv(folder / "train.csv", TRAIN_COLUMNS, self.train)
+        write_csv(folder / "val.csv", VAL_COLUMNS, self.val)
+
+    def write_samples(self, path: Path) -> None:
+        """Writes every sample under its step."""
+        write_text(path, "".join(f"=== step {step}\n{text}\n\n" for step, text in self.samples))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One moment of a run; losses in nats, `left_s` an estimate in seconds, `val_bpb` None before the first validation."""
+
+    step: int
+    steps: int
+    loss: float
+    total_loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    left_s: float
+    val_bpb: float | None
+
+    def cells(self) -> list[tuple[str, str]]:
+        """(label, value) of each figure, in the order in which they are shown."""
+        bpb = [] if self.val_bpb is None else [("val bits/byte", f"{self.val_bpb:.4f}")]
+        return [
+            ("step", f"{self.step:,}/{self.steps:,}"),
+            ("loss", f"{self.loss:.4f}"),
+            ("lr", f"{self.lr:.2e}"),
+            ("grad norm", f"{self.grad_norm:.3f}"),
+            *bpb,
+            ("tokens/s", f"{self.tokens_per_s:,.0f}"),
+            ("left", duration(self.left_s)),
+        ]
+
+
+class Display(AbstractContextManager["Display"], Protocol):
+    """Where a run shows itself."""
+
+    def update(self, progress: Progress) -> None:
+        """Shows a finished step."""
+
+    def say(self, text: str) -> None:
+        """Shows a line, or several, that stay."""
+
+
+class PlainDisplay:
+    """Lines of text: about PLAIN_LINES of them over a run, the first and last step among them."""
+
+    def __enter__(self) -> "PlainDisplay":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def update(self, progress: Progress) -> None:
+        """Prints the step if its turn has come."""
+        every = max(1, progress.steps // PLAIN_LINES)
+        if progress.step in (1, progress.steps) or progress.step % every == 0:
+            self.say("  ".join(f"{label} {value}" for label, value in progress.cells()))
+
+    def say(self, text: str) -> None:
+        """Prints the text."""
+        print(text, flush=True)
+
+
+class LiveDisplay:
+    """A bar and a row of figures that stay at the foot of the terminal; lines scroll above them.
+
+    Args:
+        title: what is running.
+        console: where to draw.
+    """
+
+    def __init__(self, title: str, console: Console) -> None:
+        self._title = title
+        self._progress: Progress | None = None
+        self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=4)
+
+    def __enter__(self) -> "LiveDisplay":
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+
+    def update(self, progress: Progress) -> None:
+        """Keeps the step; it is drawn four times a second, whatever the speed of the steps."""
+        self._progress = progress
+
+    def say(self, text: str) -> None:
+        """Prints the text above the figures."""
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def _draw(self) -> Group:
+        if self._progress is None:
+            return Group(Text(f"{self._title}: the first step is under way"))
+        figures = Table.grid(padding=(0, 3))
+        cells = self._progress.cells()
+        figures.add_row(*(Text(label, style="dim") for label, _ in cells))
+        figures.add_row(*(Text(value) for _, value in cells))
+        bar = ProgressBar(total=self._progress.steps, completed=self._progress.step)
+        return Group(Text(self._title, style="bold"), bar, figures)
+
+
+def open_display(kind: str, title: str) -> Display:
+    """The display that runtime.display names: live, plain, or auto: live in a terminal only."""
+    if kind == "live" or (kind == "auto" and sys.stdout.isatty()):
+        return LiveDisplay(title, Console(force_terminal=True if kind == "live" else None))
+    return PlainDisplay()
+
+
+class Speed:
+    """Tokens per second over the last steps: their median, so that one disturbed step does not show.
+
+    Args:
+        tokens_per_step: micro_batch * context * grad_accum_steps * ranks.
+    """
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self._tokens_per_step = tokens_per_step
+        self._step_s: deque[float] = deque(maxlen=50)
+
+    def add(self, step_s: float) -> float:
+        """Counts a step that took step_s seconds, validation and sampling apart; returns tokens per second."""
+        self._step_s.append(step_s)
+        return self._tokens_per_step / statistics.median(self._step_s)
+
+
+def duration(seconds: float) -> str:
+    """A time as a person says it: 45s, 3m 05s, 2h 07m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    return f"{whole // 60}m {whole % 60:02}s" if whole < 3600 else f"{whole // 3600}h {whole % 3600 // 60:02}m"
+
+
+def write_csv(path: Path, columns: Iterable[str], rows: Iterable[Sequence[float | str]]) -> None:
+    """Writes a CSV file whole or not at all; floats with 6 significant digits."""
+    text = io.StringIO()
+    for row in [tuple(columns), *rows]:
+        text.write(",".join(f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row) + "\n")
+    write_text(path, text.getvalue())
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the installed libraries that compute."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def now() -> str:
+    """The time as provenance writes it, in UTC to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_provenance(path: Path, **facts: object) -> None:
+    """Writes where a result comes from: `facts`, the versions and the machine."""
+    machine = {"platform": platform.platform(), "cores": os.cpu_count()}
+    write_text(path, json.dumps({**facts, "versions": versions(), "machine": machine}, indent=2) + "\n")

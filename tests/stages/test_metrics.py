@@ -1,0 +1,92 @@
+"""What a run shows and leaves behind: right figures, small files, no terminal needed."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from stages import metrics
+from stages.metrics import LiveDisplay, PlainDisplay, Progress, Record, Speed, duration, open_display, write_csv
+
+
+def progress(step: int, steps: int = 1000, val_bpb: float | None = 2.5) -> Progress:
+    return Progress(step, steps, loss=3.25, total_loss=4.5, lr=1.5e-3, grad_norm=0.75, tokens_per_s=21034.4,
+                    left_s=125.0, val_bpb=val_bpb)  # fmt: skip
+
+
+def test_speed_is_the_median_of_all_tokens_of_a_step() -> None:
+    """Would catch tokens/s that forget accumulation, or that one slow step (a pause, a page fault) pulls down."""
+    speed = Speed(tokens_per_step=8 * 128 * 4)
+    assert speed.add(0.5) == 8 * 128 * 4 / 0.5
+    for _ in range(3):
+        speed.add(0.5)
+    assert speed.add(60.0) == 8 * 128 * 4 / 0.5
+
+
+def test_plain_lines_are_few_and_hold_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a log of a line a step, a missing last step, and a figure left out of the line."""
+    with PlainDisplay() as display:
+        for step in range(1, 1001):
+            display.update(progress(step))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= metrics.PLAIN_LINES + 2
+    assert lines[0].startswith("step 1/1,000") and lines[-1].startswith("step 1,000/1,000")
+    for figure in ("loss 3.2500", "lr 1.50e-03", "grad norm 0.750", "tokens/s 21,034", "left 2m 05s", "val bits/byte 2.5"):
+        assert figure in lines[-1]
+
+
+def test_live_display_draws_every_figure_and_keeps_lines() -> None:
+    """Would catch a display that fails before the first step or first validation, or takes [brackets] for markup."""
+    out = io.StringIO()
+    with LiveDisplay("pretrain", Console(file=out, force_terminal=True, width=120, color_system=None)) as display:
+        display.say("sample: [/bold] [x]")
+        display.update(progress(1, val_bpb=None))
+        display.update(progress(500))
+    for figure in ("sample: [/bold] [x]", "pretrain", "500/1,000", "3.2500", "1.50e-03", "0.750", "21,034", "2m 05s", "2.5000"):
+        assert figure in out.getvalue()
+
+
+def test_no_terminal_means_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch escape sequences in a log file, and a display setting that is ignored."""
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert isinstance(open_display("auto", "x"), PlainDisplay)
+    assert isinstance(open_display("plain", "x"), PlainDisplay)
+    assert isinstance(open_display("live", "x"), LiveDisplay)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (3599.7, "1h 00m"), (7620, "2h 07m")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    """Would catch 60s, 59m 60s and hours without minutes."""
+    assert duration(seconds) == text
+
+
+def test_record_survives_json(tmp_path: Path) -> None:
+    """Would catch curves that a resumed run loses or writes differently."""
+    record = Record([(1, 3.5, 4.0, 1e-3, 0.5, 100.0)], [(1, 3.25, 2.5)], [(1, "\u00fc\n\u2028")], 1.5, [7])
+    again = Record(**json.loads(json.dumps(record.to_dict())))
+    for number, each in enumerate((record, again)):
+        each.write_curves(tmp_path / str(number))
+        each.write_samples(tmp_path / str(number) / "samples.txt")
+    for name in ("train.csv", "val.csv", "samples.txt"):
+        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
+    assert (tmp_path / "0" / "val.csv").read_bytes() == b"step,val_loss,val_bpb\n1,3.25,2.5\n"
+    assert (again.seconds, again.resumed_at) == (1.5, [7])
+
+
+def test_csv_numbers_are_short_and_exact_where_whole(tmp_path: Path) -> None:
+    """Would catch steps rounded to six digits (1234567 -> 1.23457e+06) and floats of 17 digits in Git."""
+    write_csv(tmp_path / "x.csv", ("step", "loss", "model"), [(1234567, 1 / 3, "base")])
+    assert (tmp_path / "x.csv").read_bytes() == b"step,loss,model\n1234567,0.333333,base\n"
+
+
+def test_provenance_names_versions_and_facts(tmp_path: Path) -> None:
+    """Would catch a result that cannot be traced to the libraries and the device that made it."""
+    metrics.write_provenance(tmp_path / "provenance.json", device="cpu")
+    found = json.loads((tmp_path / "provenance.json").read_text(encoding="utf-8"))
+    assert (
+        found["device"] == "cpu" and {"python", "numpy", "numba"} <= found["versions"].keys() and found["machine"]["platform"]
+    )
