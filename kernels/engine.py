@@ -1,9 +1,22 @@
-"""The engine: one model with its parameters, gradients, moments and activations on one device."""
+"""The engine: one model with its parameters, gradients, moments and activations on one device.
 
+An update is micro_step x n, reduce, update. Gradients accumulate over the micro-steps; what a micro-step needs to know of
+the whole update, the weight of each position in the loss, comes in with it. Not to be shared between threads.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kernels.config import ModelConfig, Numerics
+from kernels.cpu import CpuOps
+from kernels.memory import Arena, activation_plan, parameter_plan, report
+from kernels.model import Cache, Transformer, decay_runs, flat_size, initial_weights, named, parameter_table
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -13,7 +26,7 @@ class Batch:
     Args:
         tokens:      (B, T) int32, the input ids.
         targets:     (B, T) int32, the id that follows each token.
-        document:    (B, T) int32, equal within a document; attention and positions stay within it.
+        document:    (B, T) int32, equal within a document, whose tokens stand together; attention and positions stay within it.
         loss_weight: (B, T) fp32, the weight of each target in the loss; 0 leaves it out.
     """
 
@@ -21,3 +34,271 @@ class Batch:
     targets: NDArray[np.int32]
     document: NDArray[np.int32]
     loss_weight: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """The optimizer's constants; grad_clip 0 does not clip."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update measured: nll_sums (K,) fp64, nats summed with loss_weight by head, and the norm before clipping."""
+
+    nll_sums: NDArray[np.float64]
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """By head: nll (K, B, T) nats, whether the target was the likeliest token, and the weight of each position."""
+
+    nll: NDArray[np.float32]
+    correct: NDArray[np.bool_]
+    weight: NDArray[np.float32]
+
+
+def document_start(document: Array) -> NDArray[np.int32]:
+    """(B, T) int32: the index in its row at which each position's document begins."""
+    index = np.arange(document.shape[1], dtype=np.int32)
+    begins = np.ones(document.shape, np.bool_)
+    begins[:, 1:] = document[:, 1:] != document[:, :-1]
+    return np.maximum.accumulate(np.where(begins, index, 0), axis=1).astype(np.int32)
+
+
+def head_targets(batch: Batch, mtp_heads: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Targets and weights (K, B, T) of every prediction head.
+
+    Head k at position t is trained on targets[t + k], with that target's weight, where t + k lies in the row and in the
+    same document; elsewhere the weight is 0.
+    """
+    targets = np.zeros((mtp_heads, *batch.targets.shape), np.int32)
+    weight = np.zeros(targets.shape, np.float32)
+    for k in range(mtp_heads):
+        end = batch.targets.shape[1] - k
+        targets[k, :, :end] = batch.targets[:, k:]
+        same = batch.document[:, k:] == batch.document[:, :end]
+        weight[k, :, :end] = np.where(same, batch.loss_weight[:, k:], 0)
+    return targets, weight
+
+
+def head_weight_sums(batch: Batch, mtp_heads: int) -> NDArray[np.float64]:
+    """(K,) fp64: the sum of each head's weights over the batch, what its loss is divided by."""
+    return head_targets(batch, mtp_heads)[1].sum(axis=(1, 2), dtype=np.float64)
+
+
+class Engine:
+    """One model on one device.
+
+    Args:
+        config: the model.
+        numerics: how it computes.
+        micro_batch: most sequences in a batch.
+        device: "auto" or "cpu".
+        threads: CPU threads, 0 for all.
+        seed: of the initial weights.
+        training: whether gradients, moments and each layer's activations are held.
+        dtype: np.float64 makes an engine whose gradients can be checked by differences.
+
+    Raises:
+        ValueError: the device or precision is not to be had; the message says what to set.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        *,
+        micro_batch: int,
+        device: str = "auto",
+        threads: int = 0,
+        seed: int = 0,
+        training: bool = True,
+        dtype: type[np.floating[Any]] = np.float32,
+    ) -> None:
+        if device not in ("auto", "cpu"):
+            raise ValueError(f"runtime.device: expected auto or cpu, got {device!r}")
+        if numerics.precision != "fp32":
+            raise ValueError(f"numerics.precision: the CPU computes in fp32, got {numerics.precision}; set it to fp32")
+        self.config, self.micro_batch, self.training, self.device = config, micro_batch, training, "cpu"
+        self._ops = CpuOps(dtype, threads)
+        self._table = parameter_table(config)
+        size, held = flat_size(self._table), self._ops.dtype
+        rows = micro_batch * config.context
+        self._plan = parameter_plan(size, training=training, dtype=held)
+        self._plan += activation_plan(config, numerics, rows, training=training, dtype=held)
+        arena = Arena(self._plan, self._ops.allocate)
+        self._flat = {name: arena.view(name, (size,)) for name in (b.name for b in parameter_plan(size, training=training, dtype=held))}
+        grads = named(self._flat["gradients"], self._table) if training else {}
+        self._weights = named(self._flat["parameters"], self._table)
+        self._model = Transformer(config, numerics, self._ops, self._weights, grads, arena)
+        self._arena, self._grads, self._decays = arena, grads, decay_runs(self._table)
+        self._step, self._nll_sums = np.zeros((), np.int64), np.zeros(config.mtp_heads)
+        self.load(initial_weights(config, seed))
+
+    def describe(self) -> str:
+        """What was chosen, in a line."""
+        count = sum(p.size for p in self._table)
+        return f"{self._ops.describe()}; {count:,} parameters"
+
+    def plan_report(self) -> str:
+        """The memory plan, a line a kind."""
+        return report(self._plan)
+
+    def load(self, weights: Mapping[str, Array]) -> None:
+        """Take fp32 weights by parameter name.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a shape differs.
+        """
+        expected = {p.name: p.shape for p in self._table}
+        for name in expected.keys() ^ weights.keys():
+            raise ValueError(f"weights: {name} is {'missing' if name in expected else 'unknown to this model'}")
+        for name, shape in expected.items():
+            if weights[name].shape != shape:
+                raise ValueError(f"weights: {name} expected shape {shape}, got {weights[name].shape}")
+            self._weights[name][...] = weights[name]
+
+    def weights(self) -> dict[str, NDArray[np.float32]]:
+        """A copy of the weights by parameter name, fp32."""
+        return {name: np.array(weight, np.float32) for name, weight in self._weights.items()}
+
+    def gradients(self) -> dict[str, Array]:
+        """A copy of the gradients accumulated since the last update, by parameter name."""
+        return {name: np.array(grad) for name, grad in self._grads.items()}
+
+    def micro_step(self, batch: Batch, head_scale: Array) -> None:
+        """Forward and backward over one micro-batch; gradients and loss sums accumulate.
+
+        head_scale (K,) is the derivative of the whole update's loss with respect to each head's weighted nll: the head's
+        weight in the loss over the sum of head_weight_sums of all micro-batches of the update.
+        """
+        assert self.training
+        start, (targets, weight) = self._start(batch), head_targets(batch, self.config.mtp_heads)
+        norm = self._model.forward(batch.tokens, start)
+        nll = self._arena.view("nll", (norm.shape[0],))
+        dnorm = norm
+        for k in range(self.config.mtp_heads):
+            logits = self._model.head_logits(k, norm)
+            scaled = (weight[k].reshape(-1) * head_scale[k]).astype(self._ops.dtype)
+            self._ops.cross_entropy_backward(
+                logits, nll, logits, targets[k].reshape(-1), scaled, vocab_size=self.config.vocab_size
+            )
+            self._ops.weighted_sum_forward(self._nll_sums[k : k + 1].reshape(()), nll, weight[k].reshape(-1))
+            dnorm = self._model.head_backward(k, logits, norm)
+        self._model.backward(dnorm, batch.tokens, start)
+
+    def reduce(self) -> None:
+        """Sum gradients and losses over all ranks; one device has nothing to sum."""
+
+    def update(self, optimizer: AdamW, lr: float) -> Update:
+        """Clip the accumulated gradient, apply AdamW once and clear the gradient."""
+        self._step += 1
+        norm = np.empty((), np.float64)
+        grads, o = self._flat["gradients"], optimizer
+        self._ops.grad_norm(norm, grads)
+        self._ops.adamw(
+            self._flat["parameters"],
+            self._flat["exp_avg"],
+            self._flat["exp_avg_sq"],
+            grads,
+            self._decays,
+            norm,
+            np.array(lr),
+            self._step,
+            beta1=o.beta1,
+            beta2=o.beta2,
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            grad_clip=o.grad_clip,
+        )
+        grads[...] = 0
+        sums = self._nll_sums.copy()
+        self._nll_sums[...] = 0
+        return Update(sums, float(norm))
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Loss and accuracy of every prediction head; gradients and loss sums stay as they are."""
+        targets, weight = head_targets(batch, self.config.mtp_heads)
+        return self._evaluate(batch, targets, weight)
+
+    def score(self, batch: Batch) -> NDArray[np.float32]:
+        """(B, T) nats of every target under head 0."""
+        return self._evaluate(batch, batch.targets[None], batch.loss_weight[None]).nll[0]
+
+    def _evaluate(self, batch: Batch, targets: Array, weight: Array) -> Evaluation:
+        norm = self._model.forward(batch.tokens, self._start(batch))
+        correct = np.empty(targets.shape, np.bool_)
+        nll = np.empty(targets.shape, self._ops.dtype)
+        for k in range(len(targets)):
+            self._ops.cross_entropy_forward(
+                nll[k].reshape(-1),
+                correct[k].reshape(-1),
+                self._model.head_logits(k, norm),
+                targets[k].reshape(-1),
+                vocab_size=self.config.vocab_size,
+            )
+        return Evaluation(nll.astype(np.float32), correct, weight)
+
+    def cache(self, batch: int = 1) -> Cache:
+        """An empty cache for `batch` sequences of up to `context` tokens."""
+        c = self.config
+        shape = (c.layers, batch, c.context, c.kv_heads, c.head_dim)
+        return Cache(np.zeros(shape, self._ops.dtype), np.zeros(shape, self._ops.dtype))
+
+    def decode(self, tokens: NDArray[np.int32], cache: Cache) -> NDArray[np.float32]:
+        """Append tokens (B, n) to the cache; return head 0's logits (B, V) after the last of them.
+
+        Raises:
+            ValueError: the cache has no room for n more tokens.
+        """
+        count = tokens.shape[1]
+        if cache.length + count > self.config.context:
+            raise ValueError(f"context: {cache.length} + {count} tokens exceed model.context = {self.config.context}")
+        start = np.full(tokens.shape, -cache.length, np.int32)
+        norm = self._model.forward(tokens, start, cache)
+        cache.length += count
+        last = np.ascontiguousarray(norm[count - 1 :: count])
+        return np.array(self._model.head_logits(0, last)[:, : self.config.vocab_size], np.float32)
+
+    def state(self) -> dict[str, Array]:
+        """A copy of all that training needs to go on bit for bit: parameters, moments and the count of updates."""
+        names = ("parameters", "exp_avg", "exp_avg_sq")
+        return {**{name: np.array(self._flat[name]) for name in names}, "step": self._step.copy()}
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        """Go on from a state of an engine of the same configuration."""
+        for name in ("parameters", "exp_avg", "exp_avg_sq"):
+            self._flat[name][...] = state[name]
+        self._flat["gradients"][...] = 0
+        self._nll_sums[...] = 0
+        self._step[...] = state["step"]
+
+    def first_nonfinite(self) -> str | None:
+        """The first parameter whose value or gradient is not finite, in the order of the forward pass."""
+        for p in reversed(self._table):
+            for kind, tensors in (("", self._weights), ("gradient of ", self._grads)):
+                if p.name in tensors and not np.isfinite(tensors[p.name]).all():
+                    return kind + p.name
+        return None
+
+    def _start(self, batch: Batch) -> NDArray[np.int32]:
+        """Check a batch and find where its documents begin."""
+        c, shape = self.config, batch.tokens.shape
+        if len(shape) != 2 or not 1 <= shape[0] <= self.micro_batch or not 1 <= shape[1] <= c.context:
+            raise ValueError(f"tokens: expected at most ({self.micro_batch}, {c.context}), got {shape}")
+        for name, dtype in (("tokens", np.int32), ("targets", np.int32), ("document", np.int32), ("loss_weight", np.float32)):
+            array = getattr(batch, name)
+            if array.shape != shape or array.dtype != dtype:
+                raise ValueError(f"{name}: expected {shape} {np.dtype(dtype)}, got {array.shape} {array.dtype}")
+        for name in ("tokens", "targets"):
+            array = getattr(batch, name)
+            if array.min() < 0 or array.max() >= c.vocab_size:
+                raise ValueError(f"{name}: expected ids 0 to {c.vocab_size - 1}, got {array.min()} to {array.max()}")
+        return document_start(batch.document)

@@ -1,0 +1,117 @@
+"""The CPU engine's operations: NumPy for matrix products, Numba loops for the rest.
+
+Each file is one operation with its mathematics; `CpuOps` is the set of them that the model is written over.
+"""
+
+import os
+from typing import Any
+
+import numba
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from kernels.cpu import jit as jit  # first: it configures Numba before any function is compiled
+from kernels.cpu.adamw import adamw
+from kernels.cpu.attention import attention_backward, attention_forward
+from kernels.cpu.bias import bias_backward, bias_forward
+from kernels.cpu.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from kernels.cpu.decode_attention import decode_attention_forward
+from kernels.cpu.embedding import embedding_backward, embedding_forward
+from kernels.cpu.gelu import gelu_backward, gelu_forward
+from kernels.cpu.grad_norm import grad_norm
+from kernels.cpu.layernorm import (
+    layernorm_backward,
+    layernorm_forward,
+    residual_layernorm_backward,
+    residual_layernorm_forward,
+)
+from kernels.cpu.matmul import matmul_backward, matmul_forward
+from kernels.cpu.rmsnorm import (
+    residual_rmsnorm_backward,
+    residual_rmsnorm_forward,
+    rmsnorm_backward,
+    rmsnorm_forward,
+)
+from kernels.cpu.rope import rope_backward, rope_forward, rope_table
+from kernels.cpu.sampling import sampling
+from kernels.cpu.swiglu import swiglu_backward, swiglu_forward
+from kernels.cpu.weighted_sum import weighted_sum_forward
+
+Array = np.ndarray[Any, Any]
+
+
+class CpuOps:
+    """Every operation of the model on the CPU.
+
+    Args:
+        dtype: np.float32 to run, np.float64 to check gradients.
+        threads: of the matrix library and of Numba's loops; 0 takes every core this process may use.
+
+    Raises:
+        ValueError: more threads than cores.
+    """
+
+    name = "cpu"
+
+    def __init__(self, dtype: type[np.floating[Any]] = np.float32, threads: int = 0) -> None:
+        available = numba.config.NUMBA_NUM_THREADS
+        if not 0 <= threads <= available:
+            raise ValueError(f"runtime.threads: expected 0 (all) to {available} on this machine, got {threads}")
+        self.dtype = np.dtype(dtype)
+        self.threads = threads or available
+        numba.set_num_threads(self.threads)
+        self._library_threads = threadpool_limits(self.threads, "blas")
+        self._scratch = np.empty(0, self.dtype)
+
+    embedding_forward = staticmethod(embedding_forward)
+    embedding_backward = staticmethod(embedding_backward)
+    rmsnorm_forward = staticmethod(rmsnorm_forward)
+    rmsnorm_backward = staticmethod(rmsnorm_backward)
+    residual_rmsnorm_forward = staticmethod(residual_rmsnorm_forward)
+    residual_rmsnorm_backward = staticmethod(residual_rmsnorm_backward)
+    layernorm_forward = staticmethod(layernorm_forward)
+    layernorm_backward = staticmethod(layernorm_backward)
+    residual_layernorm_forward = staticmethod(residual_layernorm_forward)
+    residual_layernorm_backward = staticmethod(residual_layernorm_backward)
+    matmul_forward = staticmethod(matmul_forward)
+    bias_forward = staticmethod(bias_forward)
+    bias_backward = staticmethod(bias_backward)
+    rope_forward = staticmethod(rope_forward)
+    rope_backward = staticmethod(rope_backward)
+    attention_forward = staticmethod(attention_forward)
+    attention_backward = staticmethod(attention_backward)
+    decode_attention_forward = staticmethod(decode_attention_forward)
+    gelu_forward = staticmethod(gelu_forward)
+    gelu_backward = staticmethod(gelu_backward)
+    swiglu_forward = staticmethod(swiglu_forward)
+    swiglu_backward = staticmethod(swiglu_backward)
+    cross_entropy_forward = staticmethod(cross_entropy_forward)
+    cross_entropy_backward = staticmethod(cross_entropy_backward)
+    weighted_sum_forward = staticmethod(weighted_sum_forward)
+    grad_norm = staticmethod(grad_norm)
+    adamw = staticmethod(adamw)
+    sampling = staticmethod(sampling)
+
+    def matmul_backward(
+        self, dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, *, add_dinp: bool = False
+    ) -> None:
+        """kernels.cpu.matmul.matmul_backward over this object's scratch, which grows to the largest product once."""
+        needed = max(dweight.size, dinp.size if add_dinp else 0)
+        if self._scratch.size < needed:
+            self._scratch = np.empty(needed, self.dtype)
+        matmul_backward(dinp, dweight, dout, inp, weight, self._scratch, add_dinp=add_dinp)
+
+    def allocate(self, size: int) -> Array:
+        """`size` zeroed bytes that begin at a cache line."""
+        memory = np.zeros(size + 64, np.uint8)
+        begin = -memory.ctypes.data % 64
+        return memory[begin : begin + size]
+
+    def rope_table(self, context: int, head_dim: int, base: float) -> Array:
+        """kernels.cpu.rope.rope_table in this object's precision."""
+        return rope_table(context, head_dim, base).astype(self.dtype)
+
+    def describe(self) -> str:
+        """The device in words: threads and versions."""
+        processors = f"{self.threads} of {os.cpu_count()} processors"
+        return f"CPU, {processors}, {self.dtype.name}, NumPy {np.__version__}, Numba {numba.__version__}"

@@ -1,0 +1,69 @@
+"""AdamW over the flat arrays of parameters, gradients and moments."""
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from kernels.cpu.jit import pjit
+
+Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def adamw(
+    params: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    grads: Array,
+    decays: Flags,
+    grad_norm: Array,
+    lr: Array,
+    step: Array,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    grad_clip: float,
+) -> None:
+    """One update with decoupled weight decay, the gradient clipped on the way.
+
+        g           = grads * min(1, grad_clip / grad_norm)           (no clipping where grad_clip is 0)
+        exp_avg     = beta1 * exp_avg + (1 - beta1) * g
+        exp_avg_sq  = beta2 * exp_avg_sq + (1 - beta2) * g^2
+        params     -= lr * weight_decay * params                      (where the parameter decays)
+        params     -= lr * (exp_avg / (1 - beta1^step)) / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
+
+    Args:
+        params, exp_avg, exp_avg_sq: (parameters,), updated.
+        grads:     (parameters,).
+        decays:    (parameters / A,) bool, one for each run of A elements: whether weight decay applies to it.
+        grad_norm: () fp64, the norm of grads.
+        lr:        () fp64, the learning rate of this update.
+        step:      () int64, 1 at the first update.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
+    """
+    clip = min(1.0, grad_clip / float(grad_norm)) if grad_clip > 0 and grad_norm > 0 else 1.0
+    correction1, correction2 = 1 - beta1 ** int(step), 1 - beta2 ** int(step)
+    scalars = np.array(
+        [clip, beta1, 1 - beta1, beta2, 1 - beta2, lr / correction1, 1 / correction2, eps, 1 - lr * weight_decay],
+        params.dtype,
+    )
+    _update(params, exp_avg, exp_avg_sq, grads, decays, scalars)
+
+
+@pjit
+def _update(params, exp_avg, exp_avg_sq, grads, decays, scalars):  # type: ignore[no-untyped-def]
+    clip, beta1, rest1, beta2, rest2, rate, inverse2, eps, keep = scalars
+    run = params.size // decays.size
+    for i in prange(decays.size):
+        shrink = keep if decays[i] else params.dtype.type(1)
+        for j in range(i * run, (i + 1) * run):
+            g = grads[j] * clip
+            first = beta1 * exp_avg[j] + rest1 * g
+            second = beta2 * exp_avg_sq[j] + rest2 * g * g
+            exp_avg[j] = first
+            exp_avg_sq[j] = second
+            params[j] = params[j] * shrink - rate * first / (np.sqrt(second * inverse2) + eps)

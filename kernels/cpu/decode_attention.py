@@ -1,0 +1,59 @@
+"""Attention of new tokens over the keys and values that a cache holds."""
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from kernels.cpu.exponential import exp
+from kernels.cpu.jit import pjit
+
+Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
+
+
+def decode_attention_forward(out: Array, qkv: Array, keys: Array, values: Array, *, length: int) -> None:
+    """Append the new tokens' keys and values to the cache, then attend: new token t sees cache rows 0 .. length + t.
+
+    Args:
+        out:    (B, n, H, D), overwritten.
+        qkv:    (B, n, H + 2 KV, D), the n new tokens, rotated already where the model uses RoPE.
+        keys:   (B, context, KV, D), rows length .. length + n - 1 overwritten.
+        values: likewise.
+        length: tokens the cache holds already; length + n <= context.
+    """
+    heads, kv_heads = out.shape[2], keys.shape[2]
+    new = slice(length, length + out.shape[1])
+    keys[:, new] = qkv[:, :, heads : heads + kv_heads]
+    values[:, new] = qkv[:, :, heads + kv_heads :]
+    _forward(out, qkv, keys, values, length)
+
+
+@pjit
+def _forward(out, qkv, keys, values, length):  # type: ignore[no-untyped-def]
+    batch, count, heads, head_dim = out.shape
+    group = heads // keys.shape[2]
+    zero = out.dtype.type(0)
+    scale = out.dtype.type(1) / np.sqrt(out.dtype.type(head_dim))
+    for task in prange(batch * heads):
+        b, head = task // heads, task % heads
+        shared = head // group
+        score = np.empty(length + count, out.dtype)
+        for t in range(count):
+            visible = length + t + 1
+            largest = out.dtype.type(-np.inf)
+            for j in range(visible):
+                dot = zero
+                for d in range(head_dim):
+                    dot += qkv[b, t, head, d] * keys[b, j, shared, d]
+                score[j] = dot * scale
+                largest = max(largest, score[j])
+            total = zero
+            for j in range(visible):
+                score[j] = exp(score[j] - largest)
+                total += score[j]
+            for d in range(head_dim):
+                out[b, t, head, d] = zero
+            for j in range(visible):
+                weight = score[j] / total
+                for d in range(head_dim):
+                    out[b, t, head, d] += weight * values[b, j, shared, d]

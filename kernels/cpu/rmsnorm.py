@@ -1,0 +1,133 @@
+"""RMSNorm, and the residual addition fused in front of it."""
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from kernels.cpu.jit import pjit
+
+Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
+
+# Rows are summed in this many fixed groups, so that the order of a sum does not depend on the number of threads.
+GROUPS = 16
+
+
+def rmsnorm_forward(out: Array, rstd: Array, inp: Array, weight: Array, *, eps: float) -> None:
+    """Scale each row to unit root mean square.
+
+        rstd = 1 / sqrt(mean(inp^2) + eps)
+        out  = inp * rstd * weight
+
+    Args:
+        out:    (rows, C), overwritten.
+        rstd:   (rows,), overwritten; saved for the backward pass.
+        inp:    (rows, C).
+        weight: (C,).
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
+    """
+    _forward(out, rstd, inp, weight, inp.dtype.type(eps))
+
+
+@pjit
+def _forward(out, rstd, inp, weight, eps):  # type: ignore[no-untyped-def]
+    rows, dim = inp.shape
+    one, width = inp.dtype.type(1), inp.dtype.type(dim)
+    for row in prange(rows):
+        square_sum = inp.dtype.type(0)
+        for i in range(dim):
+            square_sum += inp[row, i] * inp[row, i]
+        r = one / np.sqrt(square_sum / width + eps)
+        rstd[row] = r
+        for i in range(dim):
+            out[row, i] = inp[row, i] * r * weight[i]
+
+
+def rmsnorm_backward(dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, rstd: Array) -> None:
+    """Gradient of RMSNorm. With xhat = inp * rstd and g = dout * weight:
+
+        dinp     = rstd * (g - xhat * mean(g * xhat))
+        dweight += sum over rows of dout * xhat
+
+    Args:
+        dinp:    (rows, C), overwritten; may alias dout.
+        dweight: (C,), accumulated.
+        dout:    (rows, C).
+        inp, weight, rstd: the forward pass's.
+    """
+    _backward(dinp, dweight, dinp, dout, inp, weight, rstd, False)
+
+
+@pjit
+def _backward(dinp, dweight, dresidual, dout, inp, weight, rstd, add):  # type: ignore[no-untyped-def]
+    rows, dim = inp.shape
+    width = inp.dtype.type(dim)
+    partial = np.zeros((GROUPS, dim), inp.dtype)
+    for group in prange(GROUPS):
+        for row in range(rows * group // GROUPS, rows * (group + 1) // GROUPS):
+            r = rstd[row]
+            dot = inp.dtype.type(0)
+            for i in range(dim):
+                dot += dout[row, i] * weight[i] * inp[row, i]
+            shift = dot * r * r * r / width
+            for i in range(dim):
+                partial[group, i] += dout[row, i] * inp[row, i] * r
+            if add:
+                for i in range(dim):
+                    dinp[row, i] = dresidual[row, i] + (dout[row, i] * weight[i] * r - inp[row, i] * shift)
+            else:
+                for i in range(dim):
+                    dinp[row, i] = dout[row, i] * weight[i] * r - inp[row, i] * shift
+    for group in range(GROUPS):
+        for i in range(dim):
+            dweight[i] += partial[group, i]
+
+
+def residual_rmsnorm_forward(
+    residual_out: Array, out: Array, rstd: Array, residual: Array, branch: Array, weight: Array, *, eps: float
+) -> None:
+    """Add a block's branch to the residual stream (one Euler step) and normalise the sum for the next branch.
+
+        residual_out = residual + branch
+        out          = rmsnorm(residual_out)
+
+    Args:
+        residual_out: (rows, C), overwritten; saved for the backward pass.
+        out, rstd:    as rmsnorm_forward's.
+        residual:     (rows, C), the stream before the step.
+        branch:       (rows, C), what attention or the MLP made.
+    """
+    _residual_forward(residual_out, out, rstd, residual, branch, weight, branch.dtype.type(eps))
+
+
+@pjit
+def _residual_forward(residual_out, out, rstd, residual, branch, weight, eps):  # type: ignore[no-untyped-def]
+    rows, dim = branch.shape
+    one, width = branch.dtype.type(1), branch.dtype.type(dim)
+    for row in prange(rows):
+        square_sum = branch.dtype.type(0)
+        for i in range(dim):
+            x = residual[row, i] + branch[row, i]
+            residual_out[row, i] = x
+            square_sum += x * x
+        r = one / np.sqrt(square_sum / width + eps)
+        rstd[row] = r
+        for i in range(dim):
+            out[row, i] = residual_out[row, i] * r * weight[i]
+
+
+def residual_rmsnorm_backward(
+    dinp: Array, dweight: Array, dresidual_out: Array, dout: Array, residual_out: Array, weight: Array, rstd: Array
+) -> None:
+    """Gradient of residual_rmsnorm: the same for the stream and for the branch, since both were added.
+
+        dinp = dresidual_out + (rmsnorm's dinp at residual_out)
+
+    Args:
+        dinp:          (rows, C), overwritten; may alias dresidual_out.
+        dweight:       (C,), accumulated.
+        dresidual_out: (rows, C), the gradient that arrives along the stream.
+        dout:          (rows, C), the gradient of the normalised output.
+    """
+    _backward(dinp, dweight, dresidual_out, dout, residual_out, weight, rstd, True)

@@ -1,0 +1,130 @@
+"""The plan of every byte an engine holds, and the arena that holds them.
+
+All buffers are known before the first step: nothing is allocated while training, and what doesn't fit is refused at once.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kernels.config import ModelConfig, Numerics
+
+Array = np.ndarray[Any, Any]
+
+# Every buffer starts at a multiple of this, for vector loads.
+ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One named array of the plan; `kind` groups it in the report, `layers` makes one a layer."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    layers: int = 1
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's array, rounded up to the alignment."""
+        exact = math.prod(self.shape) * self.dtype.itemsize
+        return -(-exact // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all layers' arrays."""
+        return self.layer_bytes * self.layers
+
+
+def activation_plan(
+    config: ModelConfig, numerics: Numerics, rows: int, *, training: bool, dtype: np.dtype[Any]
+) -> list[Buffer]:
+    """The activations of a forward pass over `rows` = B * T positions and, in training, the gradients of the way back.
+
+    In training each layer keeps what its backward pass reads; otherwise all layers share one set.
+    """
+    c, layers = config, config.layers if training else 1
+    hidden = c.ffn * (2 if c.mlp == "swiglu" else 1)
+    qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
+    statistics = ["rstd"] if c.norm == "rmsnorm" else ["mean", "rstd"]
+    act_layers = 1 if numerics.recompute == "mlp" else layers
+    plan = [
+        Buffer(name, "activations", (rows, width), dtype, count)
+        for name, width, count in (
+            ("residual1", c.dim, layers),
+            ("norm1", c.dim, layers),
+            ("qkv", qkv, layers),
+            ("attended", c.dim, layers),
+            ("residual2", c.dim, layers),
+            ("norm2", c.dim, layers),
+            ("up", hidden, layers),
+            ("act", c.ffn, act_layers),
+            ("residual", c.dim, 1),
+            ("norm", c.dim, 1),
+            ("branch", c.dim, 1),
+        )
+    ]
+    plan.append(Buffer("lse", "activations", (rows, c.heads), dtype, layers))
+    for statistic in statistics:
+        for name, count in (("norm1", layers), ("norm2", layers), ("norm", 1)):
+            plan.append(Buffer(f"{name}_{statistic}", "activations", (rows,), dtype, count))
+    plan.append(Buffer("logits", "logits", (rows, c.padded_vocab), dtype))
+    plan.append(Buffer("nll", "logits", (rows,), dtype))
+    if training:
+        plan += [
+            Buffer(name, "activation gradients", (rows, width), dtype)
+            for name, width in (
+                ("dresidual", c.dim),
+                ("dnorm", c.dim),
+                ("dqkv", qkv),
+                ("dattended", c.dim),
+                ("dup", hidden),
+                ("dact", c.ffn),
+            )
+        ]
+    return plan
+
+
+def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any]) -> list[Buffer]:
+    """The flat arrays of `size` parameters: with their gradients and AdamW's two moments in training."""
+    kinds = ("parameters", "gradients", "exp_avg", "exp_avg_sq") if training else ("parameters",)
+    return [Buffer(kind, "moments" if kind.startswith("exp") else kind, (size,), dtype) for kind in kinds]
+
+
+def report(plan: list[Buffer]) -> str:
+    """The plan as lines: bytes by kind, and their sum."""
+    kinds: dict[str, int] = {}
+    for buffer in plan:
+        kinds[buffer.kind] = kinds.get(buffer.kind, 0) + buffer.total_bytes
+    kinds["total"] = sum(kinds.values())
+    return "\n".join(f"  {kind:<22}{size / 2**20:>12,.1f} MiB" for kind, size in kinds.items())
+
+
+class Arena:
+    """One allocation that holds every buffer of a plan.
+
+    Args:
+        plan: the buffers; names are unique.
+        allocate: gives that many bytes as a zeroed uint8 array of the device.
+    """
+
+    def __init__(self, plan: list[Buffer], allocate: Callable[[int], Array]) -> None:
+        memory = allocate(sum(buffer.total_bytes for buffer in plan) + ALIGNMENT_BYTES)
+        self._flat: dict[tuple[str, int], Array] = {}
+        offset = 0
+        for buffer in plan:
+            assert (buffer.name, 0) not in self._flat
+            exact = math.prod(buffer.shape) * buffer.dtype.itemsize
+            for layer in range(buffer.layers):
+                self._flat[buffer.name, layer] = memory[offset : offset + exact].view(buffer.dtype)
+                offset += buffer.layer_bytes
+        self._layers = {buffer.name: buffer.layers for buffer in plan}
+
+    def view(self, name: str, shape: tuple[int, ...], layer: int = 0) -> Array:
+        """The first prod(shape) elements of a buffer, in that shape; layers that share one set all get the same."""
+        flat = self._flat[name, layer if self._layers[name] > 1 else 0]
+        return flat[: math.prod(shape)].reshape(shape)

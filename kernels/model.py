@@ -1,0 +1,312 @@
+"""The parameter table and the transformer, written once over the operations of a device; backward mirrors forward.
+
+A block is two Euler steps of the residual stream x, one by attention and one by the MLP:
+
+    x <- x + attention(norm(x))        x <- x + mlp(norm(x))
+
+The addition and the norm that follows it are one operation. Rows are positions: rows = B * T.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.config import ModelConfig, Numerics
+from kernels.memory import Arena
+
+Array = np.ndarray[Any, Any]
+
+# Each parameter starts at a multiple of this many elements of the flat arrays, and their whole length divides by
+# RANKS of them, so that a vector load never straddles two parameters and up to RANKS processes can share the update.
+RUN = 64
+RANKS = 8
+# Standard deviation of GPT-2's initial weights, at its width of 768; other widths keep the variance of a product.
+INIT_STD, INIT_DIM = 0.02, 768
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor: its place in the flat arrays, whether weight decay applies, and how it begins (std 0: all ones)."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    decays: bool
+    std: float | None
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def runs(self) -> int:
+        """Runs of RUN elements that the tensor takes up."""
+        return -(-self.size // RUN)
+
+
+def parameter_table(config: ModelConfig) -> list[Parameter]:
+    """All parameters, in the order in which backward finishes their gradients.
+
+    Linear weights are (outputs, inputs). `qkv` stacks the query heads, the key heads and the value heads; `up` of a SwiGLU
+    stacks gate and up; `head` stacks the prediction heads that are not the token embedding itself.
+    """
+    c, table, offset = config, [], 0
+    std = INIT_STD * math.sqrt(INIT_DIM / c.dim)
+
+    def add(name: str, *shape: int, std: float | None) -> None:
+        nonlocal offset
+        table.append(Parameter(name, shape, offset, decays=len(shape) > 1, std=std))
+        offset += table[-1].runs * RUN
+
+    def add_norm(name: str) -> None:
+        add(f"{name}.weight", c.dim, std=None)
+        if c.norm == "layernorm":
+            add(f"{name}.bias", c.dim, std=0.0)
+
+    def add_linear(name: str, outputs: int, inputs: int, std: float) -> None:
+        add(f"{name}.weight", outputs, inputs, std=std)
+        if c.bias:
+            add(f"{name}.bias", outputs, std=0.0)
+
+    own_heads = c.mtp_heads - c.tied_head
+    if own_heads:
+        add("head.weight", own_heads, c.padded_vocab, c.dim, std=std)
+    add_norm("norm")
+    for i in reversed(range(c.layers)):
+        block = f"blocks.{i}."
+        # The 2 L branches that are added to the stream begin smaller, so that the stream's variance does not grow with depth.
+        add_linear(f"{block}down", c.dim, c.ffn, std / math.sqrt(2 * c.layers))
+        add_linear(f"{block}up", c.ffn * (2 if c.mlp == "swiglu" else 1), c.dim, std)
+        add_norm(f"{block}norm2")
+        add_linear(f"{block}proj", c.dim, c.dim, std / math.sqrt(2 * c.layers))
+        add_linear(f"{block}qkv", (c.heads + 2 * c.kv_heads) * c.head_dim, c.dim, std)
+        add_norm(f"{block}norm1")
+    if c.position == "learned":
+        add("pos.weight", c.context, c.dim, std=std)
+    add("tok.weight", c.padded_vocab, c.dim, std=std)
+    return table
+
+
+def flat_size(table: list[Parameter]) -> int:
+    """Elements of a flat array over the table: every parameter in whole runs, the end padded to RANKS runs."""
+    end = table[-1].offset + table[-1].runs * RUN
+    return -(-end // (RUN * RANKS)) * RUN * RANKS
+
+
+def decay_runs(table: list[Parameter]) -> NDArray[np.bool_]:
+    """(flat_size / RUN,) bool: whether weight decay applies to each run."""
+    decays = np.zeros(flat_size(table) // RUN, np.bool_)
+    for p in table:
+        decays[p.offset // RUN : p.offset // RUN + p.runs] = p.decays
+    return decays
+
+
+def named(flat: Array, table: list[Parameter]) -> dict[str, Array]:
+    """Views of a flat array by parameter name."""
+    return {p.name: flat[p.offset : p.offset + p.size].reshape(p.shape) for p in table}
+
+
+def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Normal weights, ones for norms and zeros for biases; the same on every device. Padding rows of the vocabulary are zero."""
+    weights = {}
+    for index, p in enumerate(parameter_table(config)):
+        if p.std is None:
+            weights[p.name] = np.ones(p.shape, np.float32)
+        elif p.std == 0:
+            weights[p.name] = np.zeros(p.shape, np.float32)
+        else:
+            # A stream of its own for each tensor: another vocabulary or depth leaves the others as they were.
+            normal = np.random.Generator(np.random.PCG64([seed, index])).standard_normal(p.shape, np.float32)
+            weights[p.name] = normal * np.float32(p.std)
+        if p.name in ("tok.weight", "head.weight"):
+            weights[p.name][..., config.vocab_size :, :] = 0
+    return weights
+
+
+@dataclass
+class Cache:
+    """Keys and values of the tokens seen so far, (layers, B, context, KV, D) each, of which the first `length` hold."""
+
+    keys: Array
+    values: Array
+    length: int = 0
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        assert 0 <= length <= self.length
+        self.length = length
+
+
+class Transformer:
+    """Forward and backward over a device's operations; holds no memory of its own.
+
+    Args:
+        config, numerics: what to compute.
+        ops: the device's operations (kernels.cpu.CpuOps).
+        weights: by parameter name, in the precision that products take.
+        grads: likewise; empty where only forward passes are made.
+        arena: holds the buffers of kernels.memory.activation_plan.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        ops: Any,
+        weights: Mapping[str, Array],
+        grads: Mapping[str, Array],
+        arena: Arena,
+    ) -> None:
+        self.config, self.numerics, self.ops = config, numerics, ops
+        self.weights, self.grads, self.arena = weights, grads, arena
+        self.rope = ops.rope_table(config.context, config.head_dim, config.rope_base) if config.position == "rope" else None
+
+    def forward(self, tokens: Array, start: Array, cache: Cache | None = None) -> Array:
+        """The final normalised stream, (rows, C), of tokens (B, T).
+
+        start (B, T) int32 is where each token's document begins in its row; a cache holds what came before the row instead.
+        """
+        c, ops, (batch, length) = self.config, self.ops, tokens.shape
+        rows, heads = batch * length, c.heads + 2 * c.kv_heads
+        residual, branch = self._rows("residual1", rows, c.dim), self._rows("branch", rows, c.dim)
+        ops.embedding_forward(residual, tokens, start, self.weights["tok.weight"], self.weights.get("pos.weight"))
+        for i in range(c.layers):
+            block = f"blocks.{i}."
+            norm1 = self._norm_forward(f"{block}norm1", i, residual, branch if i else None)
+            residual = self._rows("residual1", rows, c.dim, i)
+            qkv = self._rows("qkv", rows, heads * c.head_dim, i)
+            self._linear_forward(f"{block}qkv", qkv, norm1)
+            qkv = qkv.reshape(batch, length, heads, c.head_dim)
+            if self.rope is not None:
+                ops.rope_forward(qkv, start, self.rope, rotated=c.heads + c.kv_heads)
+            attended = self._rows("attended", rows, c.dim, i)
+            out = attended.reshape(batch, length, c.heads, c.head_dim)
+            if cache is None:
+                ops.attention_forward(out, self.arena.view("lse", (batch, c.heads, length), i), qkv, start)
+            else:
+                ops.decode_attention_forward(out, qkv, cache.keys[i], cache.values[i], length=cache.length)
+            self._linear_forward(f"{block}proj", branch, attended)
+            norm2 = self._norm_forward(f"{block}norm2", i, residual, branch)
+            residual = self._rows("residual2", rows, c.dim, i)
+            up, act = self._up(rows, i), self._rows("act", rows, c.ffn, i)
+            self._linear_forward(f"{block}up", up, norm2)
+            self._activation_forward(act, up)
+            self._linear_forward(f"{block}down", branch, act)
+        return self._norm_forward("norm", 0, residual, branch)
+
+    def backward(self, dnorm: Array, tokens: Array, start: Array) -> None:
+        """Add the gradient of every parameter, from the gradient of forward's result; dnorm is overwritten."""
+        c, ops, (batch, length) = self.config, self.ops, tokens.shape
+        rows, heads = batch * length, c.heads + 2 * c.kv_heads
+        dresidual, dact = self._rows("dresidual", rows, c.dim), self._rows("dact", rows, c.ffn)
+        dattended = self._rows("dattended", rows, c.dim)
+        dqkv, dup = self._rows("dqkv", rows, heads * c.head_dim), self._up(rows, 0, "dup")
+        self._norm_backward("norm", 0, dresidual, None, dnorm)
+        for i in reversed(range(c.layers)):
+            block = f"blocks.{i}."
+            up, act = self._up(rows, i), self._rows("act", rows, c.ffn, i)
+            if self.numerics.recompute == "mlp":
+                self._activation_forward(act, up)
+            self._linear_backward(f"{block}down", dact, dresidual, act)
+            self._activation_backward(dup, dact, up)
+            self._linear_backward(f"{block}up", dnorm, dup, self._rows("norm2", rows, c.dim, i))
+            self._norm_backward(f"{block}norm2", i, dresidual, dresidual, dnorm)
+            attended = self._rows("attended", rows, c.dim, i)
+            self._linear_backward(f"{block}proj", dattended, dresidual, attended)
+            shape = (batch, length, c.heads, c.head_dim)
+            qkv_shape = (batch, length, heads, c.head_dim)
+            ops.attention_backward(
+                dqkv.reshape(qkv_shape),
+                dattended.reshape(shape),
+                attended.reshape(shape),
+                self.arena.view("lse", (batch, c.heads, length), i),
+                self.arena.view("qkv", qkv_shape, i),
+                start,
+            )
+            if self.rope is not None:
+                ops.rope_backward(dqkv.reshape(qkv_shape), start, self.rope, rotated=c.heads + c.kv_heads)
+            self._linear_backward(f"{block}qkv", dnorm, dqkv, self._rows("norm1", rows, c.dim, i))
+            self._norm_backward(f"{block}norm1", i, dresidual, dresidual, dnorm)
+        ops.embedding_backward(self.grads["tok.weight"], self.grads.get("pos.weight"), dresidual, tokens, start)
+
+    def head_logits(self, k: int, norm: Array) -> Array:
+        """Logits (rows, Vp) of prediction head k; the next head's overwrite them."""
+        logits = self._rows("logits", norm.shape[0], self.config.padded_vocab)
+        self.ops.matmul_forward(logits, norm, self._head(self.weights, k))
+        return logits
+
+    def head_backward(self, k: int, dlogits: Array, norm: Array) -> Array:
+        """Add head k's gradient and, to what the heads before it gave, that of its input, which is returned."""
+        dnorm = self._rows("dnorm", norm.shape[0], self.config.dim)
+        head, dhead = self._head(self.weights, k), self._head(self.grads, k)
+        self.ops.matmul_backward(dnorm, dhead, dlogits, norm, head, add_dinp=k > 0)
+        return dnorm
+
+    def _head(self, tensors: Mapping[str, Array], k: int) -> Array:
+        if self.config.tied_head:
+            return tensors["tok.weight"] if k == 0 else tensors["head.weight"][k - 1]
+        return tensors["head.weight"][k]
+
+    def _rows(self, name: str, rows: int, width: int, layer: int = 0) -> Array:
+        return self.arena.view(name, (rows, width), layer)
+
+    def _up(self, rows: int, layer: int, name: str = "up") -> Array:
+        return self._rows(name, rows, self.config.ffn * (2 if self.config.mlp == "swiglu" else 1), layer)
+
+    def _linear_forward(self, name: str, out: Array, inp: Array) -> None:
+        self.ops.matmul_forward(out, inp, self.weights[f"{name}.weight"])
+        if self.config.bias:
+            self.ops.bias_forward(out, out, self.weights[f"{name}.bias"])
+
+    def _linear_backward(self, name: str, dinp: Array, dout: Array, inp: Array) -> None:
+        weight = f"{name}.weight"
+        self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, self.weights[weight])
+        if self.config.bias:
+            self.ops.bias_backward(self.grads[f"{name}.bias"], dout)
+
+    def _activation_forward(self, act: Array, up: Array) -> None:
+        (self.ops.swiglu_forward if self.config.mlp == "swiglu" else self.ops.gelu_forward)(act, up)
+
+    def _activation_backward(self, dup: Array, dact: Array, up: Array) -> None:
+        (self.ops.swiglu_backward if self.config.mlp == "swiglu" else self.ops.gelu_backward)(dup, dact, up)
+
+    def _norm_buffers(self, name: str, layer: int, rows: int) -> tuple[Array, Array, list[Array]]:
+        """The stream that a norm read, its output, and its saved statistics."""
+        short = name.rpartition(".")[2]
+        names = ("rstd",) if self.config.norm == "rmsnorm" else ("mean", "rstd")
+        stream = self._rows(short.replace("norm", "residual"), rows, self.config.dim, layer)
+        saved = [self.arena.view(f"{short}_{statistic}", (rows,), layer) for statistic in names]
+        return stream, self._rows(short, rows, self.config.dim, layer), saved
+
+    def _parameters(self, tensors: Mapping[str, Array], name: str) -> list[Array]:
+        kinds = ("weight",) if self.config.norm == "rmsnorm" else ("weight", "bias")
+        return [tensors[f"{name}.{kind}"] for kind in kinds]
+
+    def _norm_forward(self, name: str, layer: int, residual: Array, branch: Array | None) -> Array:
+        """norm(residual), or norm(residual + branch) with the sum kept as the stream."""
+        c, parameters = self.config, self._parameters(self.weights, name)
+        stream, out, saved = self._norm_buffers(name, layer, residual.shape[0])
+        if branch is None:
+            forward = self.ops.rmsnorm_forward if c.norm == "rmsnorm" else self.ops.layernorm_forward
+            forward(out, *saved, residual, *parameters, eps=c.norm_eps)
+        else:
+            fused = self.ops.residual_rmsnorm_forward if c.norm == "rmsnorm" else self.ops.residual_layernorm_forward
+            fused(stream, out, *saved, residual, branch, *parameters, eps=c.norm_eps)
+        return out
+
+    def _norm_backward(self, name: str, layer: int, dinp: Array, dresidual: Array | None, dout: Array) -> None:
+        """Gradient at the stream that the norm read, with what arrives along the stream added."""
+        rmsnorm, weight = self.config.norm == "rmsnorm", self.weights[f"{name}.weight"]
+        stream, _, saved = self._norm_buffers(name, layer, dout.shape[0])
+        grads = self._parameters(self.grads, name)
+        if dresidual is None:
+            backward = self.ops.rmsnorm_backward if rmsnorm else self.ops.layernorm_backward
+            backward(dinp, *grads, dout, stream, weight, *saved)
+        else:
+            fused = self.ops.residual_rmsnorm_backward if rmsnorm else self.ops.residual_layernorm_backward
+            fused(dinp, *grads, dresidual, dout, stream, weight, *saved)
