@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stages.text_files import read_rows
 
+TRAIN, VAL = SPLITS = ("train", "val")
 KINDS = {
     "wheel": ("package", "version", "sha256", "wheel", "files"),
     "hf": ("dataset", "subset", "split", "revision"),
@@ -143,15 +144,19 @@ class Document:
     text: str
     size: int
 
+    def row(self) -> dict[str, Any]:
+        """The line of the output."""
+        return {"text": self.text, "source": self.name}
+
 
 def divide(document: Document, validation: Validation) -> Iterator[tuple[str, Document]]:
-    """The document's parts as pairs (split, part), split `train` or `val`; only `tail` makes more than one part."""
+    """The document's parts as pairs (split, part), split TRAIN or VAL; only `tail` makes more than one part."""
     if not validation.tail:
-        yield ("val" if validation.holds_out(document.name, document.text) else "train"), document
+        yield (VAL if validation.holds_out(document.name, document.text) else TRAIN), document
         return
     wanted = len(document.text) - math.ceil(len(document.text) * validation.tail)
     cut = document.text.rfind("\n", 0, wanted) + 1 or wanted  # a document of one line is cut within it
-    for split, text in (("train", document.text[:cut]), ("val", document.text[cut:])):
+    for split, text in ((TRAIN, document.text[:cut]), (VAL, document.text[cut:])):
         if text.strip():
             yield split, Document(document.name, text, len(text.encode()))
 
@@ -163,8 +168,8 @@ def mix(streams: Sequence[Iterator[Item]], weights: Sequence[float | None]) -> I
     """Items of all streams, each with the number of its stream.
 
     Without weights the streams follow one another, whole. With weights the next item comes from the stream with the
-    smallest bytes / weight so far (the first one at a tie), and the mixture ends when that stream has no more, so that
-    the shares of bytes hold to an item's length.
+    smallest ratio of bytes to weight so far (the first one at a tie), and the mixture ends when that stream has no
+    more, so that the shares of bytes hold to an item's length.
     """
     if any(weight is None for weight in weights):
         for index, stream in enumerate(streams):
@@ -194,7 +199,7 @@ def read_documents(path: Path) -> Iterator[str]:
     """Texts of `train.jsonl.zst` or `val.jsonl.zst` in order, streaming.
 
     Raises:
-        ValueError: the file is missing, truncated, or a line isn't {"text": ..., "source": ...}; file and line are named.
+        ValueError: the file is missing or cut off, or a line isn't {"text": ..., "source": ...}; file and line are named.
     """
     for where, row in read_rows(path):
         if not isinstance(row.get("text"), str):

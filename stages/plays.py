@@ -12,8 +12,8 @@ The printed text, as in the Shakespeare file that small models are usually train
     ROSS:
     God save the king!
 
-One blank line stands between a heading, a direction and a speech, none within a speech. Headings and directions are kept,
-since they are part of a printed play; directions stand in brackets, so that they aren't taken for spoken words. A
+One blank line stands between a heading, a direction and a speech, none within a speech. Headings and directions are
+kept, since they are part of a printed play; directions stand in brackets, so that they aren't taken for spoken words. A
 direction after which the same speaker goes on without a new name is a line of his speech.
 """
 

@@ -4,7 +4,6 @@ Every reader streams, and every complaint names the file, and the line where the
 """
 
 import hashlib
-import io
 import json
 import os
 import zlib
@@ -118,37 +117,27 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
-class _Hashed(io.RawIOBase):
-    """Passes what is written on to a file and hashes it."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream, self.digest = stream, hashlib.sha256()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        return self.stream.write(data)
-
-
 class RowWriter:
     """Writes rows as JSON lines into one zstd frame, whose bytes depend on the rows alone."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._hashed = _Hashed(stream)
-        self._zstd = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).stream_writer(
-            self._hashed, closefd=False
-        )
+        self._stream, self._digest = stream, hashlib.sha256()
+        self._frame = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).compressobj()
 
     def write(self, row: dict[str, Any]) -> int:
         """Append a row; returns its length in bytes of JSON."""
-        return self._zstd.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        self._append(self._frame.compress(line))
+        return len(line)
 
     def finish(self) -> str:
         """End the frame; returns the SHA-256 of the file."""
-        self._zstd.close()
-        return self._hashed.digest.hexdigest()
+        self._append(self._frame.flush())
+        return self._digest.hexdigest()
+
+    def _append(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._stream.write(data)
 
 
 def write_json(path: Path, value: Any) -> None:

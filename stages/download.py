@@ -1,0 +1,142 @@
+"""Stage download, the only one that uses the network: sources -> documents and conversations, split and checksummed.
+
+Every output appears under its name only when it is complete, the manifest last. The bytes depend on the sources and the
+configuration alone. What was fetched is kept in the user's cache folder and checked when it is used again.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from stages.conversation_sources import ROW_KEYS, Conversation, read_conversations
+from stages.corpus import SPLITS, Conversations, Corpus, Document, divide, limited, mix
+from stages.settings import Settings, stage_main
+from stages.sources import Opened, open_source, read_source
+from stages.text_files import RowWriter, atomic_file, write_json
+
+FOLDER = Path("data/download")
+DOCUMENTS = {split: FOLDER / f"{split}.jsonl.zst" for split in SPLITS}
+CONVERSATIONS = {split: FOLDER / f"conversations.{split}.jsonl.zst" for split in SPLITS}
+MANIFEST = FOLDER / "manifest.json"
+
+_REPORT_BYTES = 100_000_000  # text between two lines of progress
+
+
+def run(settings: Settings, *, folder: Path = FOLDER) -> None:
+    """Fetch the corpus and the conversations and write them to `folder`.
+
+    Raises:
+        ValueError: a source can't be read, or a split would be empty.
+    """
+    manifest = folder / MANIFEST.name
+    manifest.unlink(missing_ok=True)  # what it described is about to be replaced
+    sections = {
+        "corpus": write_corpus(settings.corpus, folder),
+        "conversations": write_conversations(settings.conversations, folder),
+    }
+    write_json(manifest, sections)
+    for section, facts in sections.items():
+        unit = "documents" if section == "corpus" else "conversations"
+        parts = [f"{split} {facts[split]['count']:,} {unit}, {facts[split]['bytes']:,} bytes" for split in SPLITS]
+        print(f"{section} {facts['name']}: {'; '.join(parts)}")
+
+
+def write_corpus(corpus: Corpus, folder: Path) -> dict[str, Any]:
+    """Write {train,val}.jsonl.zst; returns the corpus's section of the manifest."""
+    opened = [open_source(source, (source.text_key,)) for source in corpus.sources]
+    streams = [read_source(source, one.records) for source, one in zip(corpus.sources, opened, strict=True)]
+    return _write("corpus", corpus, opened, streams, [folder / path.name for path in DOCUMENTS.values()])
+
+
+def write_conversations(conversations: Conversations, folder: Path) -> dict[str, Any]:
+    """Write conversations.{train,val}.jsonl.zst; returns the conversations' section of the manifest."""
+    opened = [open_source(source, ROW_KEYS) for source in conversations.sources]
+    limit, left_out = conversations.max_chars, {"too_long": 0, "repeated": 0}
+    seen: set[bytes] = set()
+    streams = [
+        _chosen(read_conversations(source, one.records, limit), limit, seen, left_out)
+        for source, one in zip(conversations.sources, opened, strict=True)
+    ]
+    paths = [folder / path.name for path in CONVERSATIONS.values()]
+    return _write("conversations", conversations, opened, streams, paths) | {"left_out": left_out}
+
+
+def _chosen(
+    stream: Iterator[Conversation], max_chars: int | None, seen: set[bytes], left_out: dict[str, int]
+) -> Iterator[Conversation]:
+    """Conversations within max_chars that didn't come before; counts the others."""
+    for conversation in stream:
+        digest = hashlib.sha256(repr(conversation.messages).encode()).digest()
+        if max_chars is not None and conversation.chars > max_chars:
+            left_out["too_long"] += 1
+        elif digest in seen:
+            left_out["repeated"] += 1
+        else:
+            seen.add(digest)
+            yield conversation
+
+
+def _write(
+    section: str,
+    settings: Corpus | Conversations,
+    opened: Sequence[Opened],
+    streams: Sequence[Iterator[Document]],
+    paths: Sequence[Path],
+) -> dict[str, Any]:
+    """Mix, split and write the streams; returns what the manifest says of them. paths: one for each of SPLITS."""
+    sources = settings.sources
+    validations = [source.validation or settings.validation for source in sources]
+    bounded = [limited(stream, source.max_bytes) for source, stream in zip(sources, streams, strict=True)]
+    splits: dict[str, Any] = {split: {"count": 0, "bytes": 0} for split in SPLITS}
+    taken = [{"count": 0, "bytes": 0} for _ in sources]
+    unmatched = {pattern for validation in validations for pattern in validation.documents}
+    with ExitStack() as files:
+        writers = {
+            split: RowWriter(files.enter_context(atomic_file(path)))
+            for split, path in zip(SPLITS, paths, strict=True)
+        }
+        for index, document in mix(bounded, [source.weight for source in sources]):
+            unmatched -= {glob for glob in validations[index].documents if fnmatchcase(document.name, glob)}
+            for split, part in divide(document, validations[index]):
+                writers[split].write(part.row())
+                for count in (splits[split], taken[index]):
+                    count["count"] += 1
+                    count["bytes"] += part.size
+            _report(section, sum(count["bytes"] for count in taken), document.size)
+        _check(section, settings, splits, unmatched)
+        for split, writer in writers.items():
+            splits[split]["sha256"] = writer.finish()
+    credits = [
+        {"kind": source.kind, "license": source.license, "weight": source.weight, **one.facts, **count}
+        for source, one, count in zip(sources, opened, taken, strict=True)
+    ]
+    return {"name": settings.name, "sources": credits, **splits}
+
+
+def _report(section: str, total_bytes: int, last_bytes: int) -> None:
+    if total_bytes // _REPORT_BYTES > (total_bytes - last_bytes) // _REPORT_BYTES:
+        print(f"{section}: {total_bytes / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+
+
+def _check(section: str, settings: Corpus | Conversations, splits: dict[str, Any], unmatched: set[str]) -> None:
+    if unmatched:
+        raise ValueError(f"{section}.validation.documents: no document is named like {', '.join(sorted(unmatched))}")
+    labels = ", ".join(source.label for source in settings.sources)
+    if not any(splits[split]["count"] for split in SPLITS):
+        raise ValueError(f"{section} {settings.name}: nothing to read in {labels}: every text is empty or left out")
+    for split in SPLITS:
+        if not splits[split]["count"]:
+            raise ValueError(f"{section} {settings.name}: the split {split} is empty, all that {labels} has went to the "
+                             f"other; change {section}.validation")  # fmt: skip
+
+
+def main() -> None:
+    stage_main(run)
+
+
+if __name__ == "__main__":
+    main()
