@@ -1,0 +1,42 @@
+# `make` alone lists the targets. Each makes .venv on its first use: plain venv and pip, the exact versions of
+# requirements.lock, nothing but a package index. After that nothing is installed again until the lock changes.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help repro test check bench chat lint
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+repro: .venv/ready  ## run the pipeline: raw text to chat model, only what is not up to date
+	$(BIN)/dvc repro
+
+test: .venv/ready  ## run the tests, without the slow ones
+	$(BIN)/python -m pytest -q -m "not slow"
+
+check: .venv/ready  ## compare every gradient with central differences in float64
+	PYTHONPATH=. $(BIN)/python tests/gradient_check.py
+
+bench: .venv/ready  ## measure training, decoding, attention and matrix products
+	$(BIN)/python -m kernels.bench
+
+chat: .venv/ready  ## talk to the chat model of the last run
+	$(BIN)/python -m stages.chat
+
+lint: .venv/ready  ## style, types, and that params.yaml is what conf/ composes
+	$(BIN)/ruff check .
+	$(BIN)/mypy stages kernels tests
+	$(BIN)/python -m stages.params --check
+
+# dvc.yaml says `python -m stages.NAME`, and DVC gives that line to a shell: `python` has to be .venv's, without activation,
+# for `.venv/bin/dvc repro`, for `exp run --temp` and for the workers that `queue start` leaves behind. The .pth file puts
+# .venv/bin at the front of PATH whenever .venv's interpreter starts, so whatever that process starts finds it there.
+.venv/ready: requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "error: Python 3.11 to 3.13 is needed, $(PYTHON) is " + sys.version.split()[0] + "; make PYTHON=python3.12 ... chooses another")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nanoeuler_path.pth")' > .venv/pth
+	echo 'import os, sys; os.environ["PATH"] = os.path.join(sys.prefix, "bin") + os.pathsep + os.environ.get("PATH", os.defpath)' > "$$(cat .venv/pth)"
+	touch $@
