@@ -23,7 +23,7 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def state(step: int) -> State:
-    arrays = {"parameters": np.full(7, step, np.float32), "step": np.array(step, np.int64)}
+    arrays: dict[str, np.ndarray] = {"parameters": np.full(7, step, np.float32), "step": np.array(step, np.int64)}
     return State(step, arrays, {"train": [[step, 0.1]], "samples": ["\u00fc"]})
 
 
