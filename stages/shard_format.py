@@ -9,8 +9,8 @@ and comes back last, so a folder that has one is whole.
 """
 
 import json
-import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +19,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from stages.text_files import atomic_file, write_json
+
 SPLITS = ("train", "val")
 INDEX = "index.json"
+SEPARATOR = "<|endoftext|>"  # the special token that starts each document
 MAGIC = 20240520
 VERSION = 1
 HEADER_INTS = 256
@@ -78,7 +81,8 @@ class ShardWriter:
         self.folder, self.split = folder, split
         self.vocab_size, self.tokens_per_shard = vocab_size, tokens_per_shard
         self.tokens = 0
-        self.shards = 0
+        self.shards = 0  # those begun
+        self._files = ExitStack()  # the shard being written, if any
         self._file: BinaryIO | None = None
         self._in_shard = 0
 
@@ -86,44 +90,37 @@ class ShardWriter:
         """Appends ids (any integer dtype); ValueError where one is outside the vocabulary."""
         rest = to_uint16(tokens, self.vocab_size)
         while rest.size:
-            if self._file is None:
-                self._open()
-            assert self._file is not None
+            file = self._file or self._begin()
             piece, rest = np.split(rest, [self.tokens_per_shard - self._in_shard])
-            self._file.write(piece.tobytes())
+            file.write(piece.tobytes())
             self._in_shard += piece.size
             self.tokens += piece.size
             if self._in_shard == self.tokens_per_shard:
-                self._finish()
+                self._end()
 
-    def _open(self) -> None:
+    def _begin(self) -> BinaryIO:
         if self.shards == MAX_SHARDS:
             raise ValueError(f"shard.tokens_per_shard: {self.tokens_per_shard} gives over {MAX_SHARDS} files; set it higher")
-        self._file = _temporary(shard_path(self.folder, self.split, self.shards)).open("wb")
+        self._file = self._files.enter_context(atomic_file(shard_path(self.folder, self.split, self.shards)))
         self._file.write(bytes(HEADER_BYTES))  # its place; the count is known at the end
+        self.shards += 1
         self._in_shard = 0
+        return self._file
 
-    def _finish(self) -> None:
+    def _end(self) -> None:
         assert self._file is not None
         self._file.seek(0)
         self._file.write(_header(self._in_shard))
-        self._file.close()
         self._file = None
-        path = shard_path(self.folder, self.split, self.shards)
-        os.replace(_temporary(path), path)
-        self.shards += 1
+        self._files.close()
 
     def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._file is None:
-            return
-        if kind is None:
-            self._finish()
-        else:
-            self._file.close()
-            _temporary(shard_path(self.folder, self.split, self.shards)).unlink(missing_ok=True)
+        if kind is None and self._file is not None:
+            self._end()
+        self._files.__exit__(kind, error, trace)  # after an error, removes the shard that was being written
 
 
 def write_shard(path: Path, tokens: NDArray[np.integer[Any]], vocab_size: int) -> None:
@@ -131,15 +128,15 @@ def write_shard(path: Path, tokens: NDArray[np.integer[Any]], vocab_size: int) -
 
     Args:
         path: the file.
-        tokens: (number of tokens,) any integer dtype.
+        tokens: (number of tokens,) any integer dtype, at least one.
         vocab_size: every id must be below it.
 
     Raises:
         ValueError: an id is outside the vocabulary, or the vocabulary above 65536.
     """
     data = to_uint16(tokens, vocab_size)
-    _temporary(path).write_bytes(_header(data.size) + data.tobytes())
-    os.replace(_temporary(path), path)
+    with atomic_file(path) as file:
+        file.write(_header(data.size) + data.tobytes())
 
 
 def read_shard(path: Path) -> "np.memmap[Any, np.dtype[np.uint16]]":
@@ -164,9 +161,7 @@ def write_index(folder: Path, *, tokenizer_sha256: str, vocab_size: int, splits:
         "vocab_size": vocab_size,
         "splits": {split: asdict(counts) for split, counts in splits.items()},
     }
-    path = folder / INDEX
-    _temporary(path).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8", newline="\n")
-    os.replace(_temporary(path), path)
+    write_json(folder / INDEX, index)
 
 
 @dataclass(frozen=True)
@@ -256,10 +251,6 @@ def _header(tokens: int) -> bytes:
     header = np.zeros(HEADER_INTS, "<i4")
     header[:3] = MAGIC, VERSION, tokens
     return header.tobytes()
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
 
 
 def _count_tokens(path: Path) -> int:

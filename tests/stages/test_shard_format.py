@@ -188,7 +188,7 @@ def test_file_that_changes_after_opening_is_noticed(tmp_path: Path) -> None:
 def test_clear_removes_what_an_earlier_run_left(tmp_path: Path) -> None:
     """Catches shards of a longer earlier run beside a shorter new one, and an index that outlives its shards."""
     write_split(tmp_path, [4, 6])
-    (tmp_path / "val_00002.bin.tmp").write_bytes(b"half")
+    (tmp_path / "val_00002.bin.partial").write_bytes(b"half")
     (tmp_path / "mine.txt").write_text("kept", encoding="utf-8")
     shard_format.clear(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -1,0 +1,244 @@
+"""Conversations as tokens: the chat template, what is learnt of it, and what becomes of those longer than the context.
+
+The template, without any character between its parts:
+
+    [<|system|> content <|end|>]  <|user|> content <|end|>  <|assistant|> content <|end|>  <|user|> ...
+
+The special tokens are single ids that no text is ever encoded to, whatever is typed. Learnt are the assistant's contents and
+the <|end|> that closes each, nothing else: that is what the model has to write.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stages.batches import shuffled
+from stages.text_files import read_rows
+
+if TYPE_CHECKING:
+    from stages.tokenizer import Tokenizer
+
+ROLES = ("system", "user", "assistant")
+END = "<|end|>"
+PAD = "<|pad|>"
+CHUNK = 4096  # conversations encoded in one call: enough to keep all cores busy, little memory
+
+Messages = Sequence[Mapping[str, str]]
+TooLong = Literal["drop", "cut"]
+
+
+class Part(NamedTuple):
+    """One rendered message: <|role|> content <|end|>."""
+
+    role: str
+    ids: NDArray[np.int32]
+
+
+def special_id(tokenizer: "Tokenizer", token: str) -> int:
+    """The id of a special token; ValueError where the tokenizer has none of that name."""
+    if token not in tokenizer.special:
+        raise ValueError(f"the tokenizer has no special token {token}: add it to train_bpe.special_tokens and make it anew")
+    return tokenizer.special[token]
+
+
+def read_conversations(path: Path) -> Iterator[list[dict[str, str]]]:
+    """The messages of each line of a conversations.{train,val}.jsonl.zst, in order, streaming.
+
+    Raises:
+        ValueError: a line is no conversation; file and line are named.
+    """
+    for where, row in read_rows(path):
+        try:
+            check(row.get("messages"))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        yield row["messages"]
+
+
+def check(messages: Any) -> None:
+    """Raises ValueError where messages are not a list of {"role", "content"} with a system message first or nowhere."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"messages: expected a list of at least one message, got {messages!r:.60}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise ValueError(f'message {number}: expected {{"role": ..., "content": text}}, got {message!r:.60}')
+        if message.get("role") not in ROLES:
+            raise ValueError(f"message {number}: expected a role of {', '.join(ROLES)}, got {message.get('role')!r:.60}")
+        if message["role"] == "system" and number > 0:
+            raise ValueError(f"message {number}: expected a system message only as the first")
+
+
+def render(messages: Messages, tokenizer: "Tokenizer") -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """One conversation by the chat template.
+
+    Args:
+        messages: of {"role": system | user | assistant, "content": text}.
+        tokenizer: with the template's special tokens.
+
+    Returns:
+        ids (n,) int32, and weights (n,) fp32: 1 where the token itself is learnt (an assistant's content and <|end|>), else 0.
+
+    Raises:
+        ValueError: a message is malformed, or the tokenizer lacks a special token.
+    """
+    check(messages)
+    (parts,) = _encode([messages], tokenizer)
+    ids, supervised = _join(parts)
+    return ids, supervised.astype(np.float32)
+
+
+def render_prompt(messages: Messages, tokenizer: "Tokenizer") -> NDArray[np.int32]:
+    """What the model reads before it answers: the conversation so far, then <|assistant|>."""
+    ids, _ = render(messages, tokenizer)
+    return np.append(ids, np.int32(special_id(tokenizer, "<|assistant|>")))
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Many conversations, one after the other, each at most context tokens and with something to learn.
+
+    Args:
+        ids:        (total,) int32.
+        supervised: (total,) bool, whether the token itself is learnt.
+        starts:     (number + 1,) int64, where each conversation starts, and the end.
+        counts: conversations read; kept; cut, of those kept; too_long and unanswered, of those dropped.
+    """
+
+    ids: NDArray[np.int32]
+    supervised: NDArray[np.bool_]
+    starts: NDArray[np.int64]
+    counts: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Ids and supervised of one conversation."""
+        inside = slice(self.starts[number], self.starts[number + 1])
+        return self.ids[inside], self.supervised[inside]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each conversation."""
+        return np.diff(self.starts)
+
+    def describe(self) -> str:
+        """The counts in one line."""
+        c = self.counts
+        return (
+            f"{c['kept']:,} of {c['read']:,} conversations kept, {c['cut']:,} of them cut to the context; "
+            f"dropped: {c['too_long']:,} too long, {c['unanswered']:,} without an answer; "
+            f"{len(self.ids):,} tokens, {int(self.supervised.sum()):,} of them learnt"
+        )
+
+
+def render_all(conversations: Iterable[Messages], tokenizer: "Tokenizer", *, context: int, too_long: TooLong) -> Rendered:
+    """Many conversations by the chat template, those that are longer than the context dropped or cut (see `fit`).
+
+    What follows the last answer of a conversation is left off, since nothing is learnt there; one without an answer is dropped.
+
+    Raises:
+        ValueError: none is left, or the tokenizer lacks a special token.
+    """
+    counts = dict.fromkeys(("read", "kept", "cut", "too_long", "unanswered"), 0)
+    kept: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
+    source = iter(conversations)
+    while chunk := list(islice(source, CHUNK)):
+        counts["read"] += len(chunk)
+        for parts in _encode(chunk, tokenizer):
+            answers = [number for number, part in enumerate(parts) if part.role == "assistant"]
+            if not answers:
+                counts["unanswered"] += 1
+                continue
+            whole = parts[: answers[-1] + 1]
+            if _size(whole) > context:
+                cut = fit(whole, context) if too_long == "cut" else None
+                counts["too_long" if cut is None else "cut"] += 1
+                if cut is None:
+                    continue
+                whole = cut
+            kept.append(_join(whole))
+    counts["kept"] = len(kept)
+    if not kept:
+        raise ValueError(
+            f"no conversation is left of {counts['read']}: {counts['too_long']} are longer than model.context = {context}, "
+            f"{counts['unanswered']} have no answer; give other conversations, or set model.context higher or sft.too_long: cut"
+        )
+    starts = np.cumsum([0, *(len(ids) for ids, _ in kept)], dtype=np.int64)
+    return Rendered(np.concatenate([ids for ids, _ in kept]), np.concatenate([s for _, s in kept]), starts, counts)
+
+
+def fit(parts: list[Part], context: int) -> list[Part] | None:
+    """Cuts a rendered conversation that ends with an answer from the front until it fits; answers are never cut.
+
+    In this order, as far as needed: the oldest exchanges (a user's message and all up to the next one) except the last; the
+    system message; the beginning of the last question. None where that doesn't suffice.
+    """
+    system = parts[:1] if parts[0].role == "system" else []
+    rest = parts[len(system) :]
+    questions = [number for number, part in enumerate(rest) if part.role == "user" and number > 0]
+    for first in [0, *questions]:
+        shorter = system + rest[first:]
+        if _size(shorter) <= context:
+            return shorter
+    last = rest[questions[-1] :] if questions else rest
+    excess = _size(last) - context
+    if excess <= 0:
+        return last
+    role, ids = last[0]
+    if role != "user" or excess > len(ids) - 2:  # 2: <|user|> and <|end|> stay
+        return None
+    return [Part(role, np.concatenate((ids[:1], ids[1 + excess :]))), *last[1:]]
+
+
+def shuffle_questions(conversations: Sequence[Messages], seed: int) -> list[list[dict[str, str]]]:
+    """Each conversation's answers behind another conversation's questions: what is lost if a model ignores the question.
+
+    A seeded permutation without a fixed point says whose questions. The other's user messages take the place of one's own in
+    order, from its first one again where it has fewer; system and assistant messages stay.
+
+    Raises:
+        ValueError: there are fewer than two conversations, or one has no user message.
+    """
+    if len(conversations) < 2:
+        raise ValueError(f"expected at least 2 conversations to shuffle their questions, got {len(conversations)}")
+    questions = [[message["content"] for message in one if message["role"] == "user"] for one in conversations]
+    if not all(questions):
+        raise ValueError(f"conversation {questions.index([])}: expected a user's message, found none")
+    order = shuffled(np.arange(len(conversations)), len(conversations), seed)
+    donors = np.empty_like(order)
+    donors[order] = np.roll(order, -1)  # one cycle through all of them
+    result = []
+    for messages, donor in zip(conversations, donors.tolist(), strict=True):
+        replies = (questions[donor][turn % len(questions[donor])] for turn in range(len(messages)))
+        result.append(
+            [{**message, "content": next(replies)} if message["role"] == "user" else {**message} for message in messages]
+        )
+    return result
+
+
+def _encode(conversations: Sequence[Messages], tokenizer: "Tokenizer") -> Iterator[list[Part]]:
+    """The parts of each conversation, their contents encoded in one call."""
+    opening = {role: [special_id(tokenizer, f"<|{role}|>")] for role in ROLES}
+    end = [special_id(tokenizer, END)]
+    contents = iter(tokenizer.encode_batch([message["content"] for messages in conversations for message in messages]))
+    for messages in conversations:
+        yield [
+            Part(message["role"], np.concatenate((opening[message["role"]], next(contents), end), dtype=np.int32))
+            for message in messages
+        ]
+
+
+def _size(parts: Sequence[Part]) -> int:
+    return sum(len(part.ids) for part in parts)
+
+
+def _join(parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Ids of a conversation, and which of them are learnt: of an assistant's part all but the <|assistant|>, which is given."""
+    supervised = [(np.arange(len(part.ids)) > 0) & (part.role == "assistant") for part in parts]
+    return np.concatenate([part.ids for part in parts]), np.concatenate(supervised)
