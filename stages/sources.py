@@ -133,8 +133,10 @@ def _open_local(source: Source, columns: Sequence[str]) -> Opened:
 
 def _open_hub(source: Source, columns: Sequence[str]) -> Opened:
     revision, rows = hub_rows(source, columns)
-    facts = {"dataset": source.label, "subset": source.subset, "split": source.split, "revision": revision}
-    return Opened(facts, (Record(source.label, f"{source.label}, row {n}", row) for n, row in enumerate(rows, start=1)))
+    # As with files, where a folder of this machine lies isn't written into the output.
+    name = Path(source.dataset).name if Path(source.dataset).is_dir() else source.dataset
+    facts = {"dataset": name, "subset": source.subset, "split": source.split, "revision": revision}
+    return Opened(facts, (Record(name, f"{name}, row {n}", row) for n, row in enumerate(rows, start=1)))
 
 
 def _open_wheel(source: Source, columns: Sequence[str]) -> Opened:

@@ -1,0 +1,178 @@
+"""The stage as a whole, on small local sources, and every corpus and set of conversations that is shipped."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+
+from stages import download
+from stages.corpus import Conversations, Corpus, Source, Validation, read_documents
+from stages.settings import build
+from stages.text_files import read_rows
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+PLAY = "# {0}\n\n**A**\nWho's there, {0}?\n\n**B**\nNay, answer me.\n\n**A**\nLong live the king of {0}!\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with three plays and twenty pairs."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("ado", "hamlet", "macbeth"):
+        (tmp_path / f"{name}.md").write_text(PLAY.format(name), encoding="utf-8", newline="\n")
+    pairs = [json.dumps({"prompt": f"question {n}", "completion": f"answer {n}"}) for n in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(pairs + pairs[:3]), encoding="utf-8", newline="\n")
+    return tmp_path
+
+
+def small(**keys: Any) -> Any:
+    plays = Source("local", files=("*.md",), format="play", license="MIT", max_exchanges=2)
+    macbeth = Validation(documents=("macbeth.*",))
+    corpus = Corpus("small", (plays,), macbeth)
+    pairs = Source("local", files=("pairs.jsonl",))
+    conversations = Conversations("small", (replace(plays, validation=macbeth), pairs), Validation(fraction=0.3), 60)
+    return SimpleNamespace(**({"corpus": corpus, "conversations": conversations} | keys))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_outputs_and_manifest(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a document in the wrong split, counts and checksums that aren't the files', lost or repeated conversations."""
+    folder = here / download.FOLDER
+    download.run(small())
+    assert [text.splitlines()[0] for text in read_documents(here / download.DOCUMENTS["train"])] == ["ado", "hamlet"]
+    val = list(read_documents(here / download.DOCUMENTS["val"]))
+    assert val == ["macbeth\n\nA:\nWho's there, macbeth?\n\nB:\nNay, answer me.\n\nA:\nLong live the king of macbeth!\n"]
+
+    manifest = json.loads((here / download.MANIFEST).read_text(encoding="utf-8"))
+    assert set(contents(folder)) == {"train.jsonl.zst", "val.jsonl.zst", "conversations.train.jsonl.zst",
+                                     "conversations.val.jsonl.zst", "manifest.json"}  # fmt: skip
+    for section, paths in (("corpus", download.DOCUMENTS), ("conversations", download.CONVERSATIONS)):
+        for split, path in paths.items():
+            facts = manifest[section][split]
+            assert facts["sha256"] == hashlib.sha256((here / path).read_bytes()).hexdigest()
+            assert facts["count"] == len(list(read_rows(here / path)))
+    assert manifest["corpus"]["val"]["bytes"] == len(val[0].encode())
+    assert manifest["corpus"]["sources"][0]["license"] == "MIT"
+
+    rows = {split: [row["messages"] for _, row in read_rows(here / path)] for split, path in download.CONVERSATIONS.items()}
+    everything = [json.dumps(messages) for split in rows for messages in rows[split]]
+    assert len(everything) == len(set(everything)) == 2 * 3 + 20
+    assert manifest["conversations"]["left_out"] == {"too_long": 0, "repeated": 3}
+    assert {len(messages) for messages in rows["val"]} == {2}
+    assert sum("macbeth" in json.dumps(messages) for messages in rows["train"]) == 0
+    assert sum("macbeth" in json.dumps(messages) for messages in rows["val"]) == 2
+    assert "corpus small: train 2 documents" in capsys.readouterr().out
+
+
+def test_two_runs_give_the_same_bytes(here: Path) -> None:
+    """Catches times, paths and orders in the outputs."""
+    download.run(small(), folder=here / "one")
+    download.run(small(), folder=here / "two")
+    assert contents(here / "one") == contents(here / "two")
+
+
+def test_a_failed_run_leaves_no_manifest(here: Path) -> None:
+    """Catches outputs of two runs that are taken for one complete download, and temporary files that stay."""
+    download.run(small())
+    (here / "pairs.jsonl").write_text('{"prompt": "q"\n', encoding="utf-8", newline="\n")
+    with pytest.raises(ValueError, match=r"pairs\.jsonl, line 1: expected one JSON object a line"):
+        download.run(small())
+    assert not (here / download.MANIFEST).exists()
+    assert not list(here.rglob("*.partial"))
+
+
+def test_too_long_conversations_are_counted(here: Path) -> None:
+    """Catches a limit on single messages, one that is off by one, and conversations that vanish without a count."""
+    pairs = Source("local", files=("pairs.jsonl",))
+    section = Conversations("small", (pairs,), Validation(fraction=0.5), max_chars=len("question 1answer 1"))
+    facts = download.write_conversations(section, here / "out")
+    assert facts["left_out"] == {"too_long": 10, "repeated": 3}
+    assert facts["train"]["count"] + facts["val"]["count"] == 10
+
+
+def test_empty_splits_and_globs_without_effect(here: Path) -> None:
+    """Catches a training run on nothing, found out three stages later."""
+    corpus = small().corpus
+    (here / "empty.txt").write_text(" \n", encoding="utf-8", newline="\n")
+    for changed, message in (
+        (replace(corpus, validation=Validation(documents=("*",))), r"corpus small: the split train is empty.*corpus\.validation"),
+        (replace(corpus, validation=Validation(fraction=1e-9)), r"corpus small: the split val is empty"),
+        (replace(corpus, validation=Validation(documents=("mac*", "lear*"))), r"no document is named like lear\*"),
+        (Corpus("e", (Source("local", files=("empty.txt",)),), Validation(tail=0.1)), r"corpus e: nothing to read in empty\.txt"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            download.write_corpus(changed, here / "out")
+
+
+def shipped(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def load(group: str, name: str) -> Any:
+    values = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    return build({"corpus": Corpus, "conversations": Conversations}[group], values, group)
+
+
+def hub_folder(folder: Path, rows: list[dict[str, Any]], split: str) -> str:
+    (folder / "data").mkdir(parents=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "data" / f"{split}-00000-of-00001.parquet")
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", [name for name in shipped("corpus") if name != "shakespeare"])
+def test_shipped_corpora_on_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Catches a shipped file with a wrong key or shape: the hub's datasets stand as folders, the rest as local files."""
+    corpus = load("corpus", name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "mine.txt").write_text("line\n" * 100, encoding="utf-8", newline="\n")
+    sources = []
+    for number, source in enumerate(corpus.sources):
+        if source.kind == "hf":
+            rows = [{source.text_key: f"document {number} {n} " + "x" * 400, "id": n} for n in range(3000)]
+            folder = hub_folder(tmp_path / f"set{number}", rows, source.split)
+            source = replace(source, dataset=folder, subset=None, max_bytes=source.max_bytes and 600_000)
+        sources.append(source)
+    facts = download.write_corpus(replace(corpus, sources=tuple(sources)), tmp_path / "out")
+    assert facts["train"]["count"] > 0 and facts["val"]["count"] > 0
+    if name == "books_web":
+        books, web = (source["bytes"] for source in facts["sources"])
+        assert abs(books / (books + web) - 0.3) < 0.002  # to a document's length, 0.1 % of the whole
+
+
+@pytest.mark.parametrize("name", [name for name in shipped("conversations") if name != "shakespeare"])
+def test_shipped_conversations_on_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Catches a shipped file with a wrong key, split or shape."""
+    section = load("conversations", name)
+    monkeypatch.chdir(tmp_path)
+    messages = [[{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}] for n in range(1500)]
+    shapes = {
+        "messages": [{"messages": turns, "prompt": turns[0]["content"]} for turns in messages],
+        "alpaca": [{"instruction": f"q{n}", "input": "", "output": "a", "text": "all"} for n in range(1500)],
+    }
+    source = section.sources[0]
+    if source.kind == "hf":
+        source = replace(source, dataset=hub_folder(tmp_path / "set", shapes[source.format], source.split), subset=None)
+    else:
+        (tmp_path / "conversations").mkdir()
+        lines = "\n".join(json.dumps(row) for row in shapes["messages"])
+        (tmp_path / "conversations" / "mine.jsonl").write_text(lines, encoding="utf-8", newline="\n")
+    facts = download.write_conversations(replace(section, sources=(source,)), tmp_path / "out")
+    assert facts["train"]["count"] > 1000 and facts["val"]["count"] > 0
+
+
+def test_default_holds_out_the_same_plays_in_both_sections() -> None:
+    """Catches an answer of the held-out conversations that was read in pretraining."""
+    corpus, conversations = load("corpus", "shakespeare"), load("conversations", "shakespeare")
+    assert corpus.sources[0].sha256 == conversations.sources[0].sha256
+    assert conversations.sources[0].validation == corpus.validation
