@@ -17,7 +17,7 @@ test: .venv/ready  ## run the tests, without the slow ones
 	$(BIN)/python -m pytest -q -m "not slow"
 
 check: .venv/ready  ## compare every gradient with central differences in float64
-	PYTHONPATH=. $(BIN)/python tests/gradient_check.py
+	$(BIN)/python -m tests.gradient_check
 
 bench: .venv/ready  ## measure training, decoding, attention and matrix products
 	$(BIN)/python -m kernels.bench
