@@ -75,7 +75,7 @@ def _plain_rows(stream: Any) -> Iterator[dict[str, Any]]:
         raise ValueError(f"the hub's stream broke off ({type(error).__name__}: {reason}); run again to go on") from None
 
 
-def kept_rows(folder: Path, open_stream: Callable[[], Any]) -> Iterator[dict[str, Any]]:
+def kept_rows(folder: Path, open_stream: Callable[[], Any]) -> Generator[dict[str, Any], None, None]:
     """Rows of the parts in `folder`, then those of the stream after them, which become further parts.
 
     A part is also written when the caller stops early or the stream breaks off. Parts of which one is damaged are

@@ -118,7 +118,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 class RowWriter:
-    """Writes rows as JSON lines into one zstd frame, whose bytes depend on the rows alone."""
+    """Writes rows as JSON lines into one zstd frame, whose bytes depend on the rows and the library's version alone."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._digest = stream, hashlib.sha256()

@@ -98,7 +98,8 @@ def test_broken_records_are_named(row: Any, message: str) -> None:
 
 def test_play_conversations_stay_in_a_scene_and_between_two() -> None:
     """Catches answers from another scene or a third person in a longer talk, and an answer that is learnt twice."""
-    single = [[("user", q), ("assistant", a)] for q, a in (("a1", "b1"), ("b1", "a2"), ("a2", "b2"), ("b2", "c1"), ("a3", "b3"))]
+    pairs = ("a1", "b1"), ("b1", "a2"), ("a2", "b2"), ("b2", "c1"), ("a3", "b3")
+    single = [[("user", question), ("assistant", answer)] for question, answer in pairs]
     assert list(play_conversations(SCENES, 1, None)) == single
     double = list(play_conversations(SCENES, 2, None))
     assert double == [[("user", "a1"), ("assistant", "b1"), ("user", "a2"), ("assistant", "b2")], single[3], single[4]]

@@ -14,7 +14,7 @@ import yaml
 
 from stages import download
 from stages.corpus import Conversations, Corpus, Source, Validation, read_documents
-from stages.settings import build
+from stages.schema import build
 from stages.text_files import read_rows
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -105,10 +105,10 @@ def test_empty_splits_and_globs_without_effect(here: Path) -> None:
     corpus = small().corpus
     (here / "empty.txt").write_text(" \n", encoding="utf-8", newline="\n")
     for changed, message in (
-        (replace(corpus, validation=Validation(documents=("*",))), r"corpus small: the split train is empty.*corpus\.validation"),
-        (replace(corpus, validation=Validation(fraction=1e-9)), r"corpus small: the split val is empty"),
+        (replace(corpus, validation=Validation(documents=("*",))), r"small: the split train is empty.*corpus\.validation"),
+        (replace(corpus, validation=Validation(fraction=1e-9)), r"small: the split val is empty"),
         (replace(corpus, validation=Validation(documents=("mac*", "lear*"))), r"no document is named like lear\*"),
-        (Corpus("e", (Source("local", files=("empty.txt",)),), Validation(tail=0.1)), r"corpus e: nothing to read in empty\.txt"),
+        (Corpus("e", (Source("local", files=("empty.txt",)),), Validation(tail=0.1)), r"e: nothing to read in empty\.txt"),
     ):
         with pytest.raises(ValueError, match=message):
             download.write_corpus(changed, here / "out")
@@ -156,7 +156,7 @@ def test_shipped_conversations_on_small_files(tmp_path: Path, monkeypatch: pytes
     section = load("conversations", name)
     monkeypatch.chdir(tmp_path)
     messages = [[{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}] for n in range(1500)]
-    shapes = {
+    shapes: dict[str, list[dict[str, Any]]] = {
         "messages": [{"messages": turns, "prompt": turns[0]["content"]} for turns in messages],
         "alpaca": [{"instruction": f"q{n}", "input": "", "output": "a", "text": "all"} for n in range(1500)],
     }

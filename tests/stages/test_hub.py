@@ -39,7 +39,7 @@ def test_wrong_column_and_split_are_named(dataset: Path) -> None:
     """Catches a wrong key that gives an empty corpus, and a traceback of the library."""
     with pytest.raises(ValueError, match=r"its rows have the keys \['row', 'text'\], none of \['TEXT'\]"):
         list(hub.hub_rows(Source("hf", dataset=str(dataset)), ("TEXT",))[1])
-    with pytest.raises(ValueError, match="cannot be read from the hub .*; is there a network, and are dataset, subset, split"):
+    with pytest.raises(ValueError, match=r"cannot be read from the hub .*; is there a network, and are dataset, subset, split"):
         list(hub.hub_rows(Source("hf", dataset=str(dataset), split="test"), ("text",))[1])
 
 
