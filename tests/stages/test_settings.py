@@ -1,0 +1,267 @@
+"""settings, overrides, schema and the params command: what is refused, with which line, and what composes."""
+
+import sys
+from copy import deepcopy
+from dataclasses import fields
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import yaml
+
+from kernels.config import ModelConfig
+from stages import params
+from stages.overrides import compose
+from stages.settings import Model, Settings, command_main, load, stage_main, validate
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEFAULTS = compose(ROOT, [])
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that looks like the repository's root to the loader, and is the current one."""
+    copytree(ROOT / "conf", tmp_path / "conf")
+    (tmp_path / "dvc.yaml").touch()
+    params.write(tmp_path, DEFAULTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def values() -> dict[str, Any]:
+    """The committed defaults as plain values, to be spoilt."""
+    return deepcopy(DEFAULTS)
+
+
+# A key that Model lacks could not be set, one that ModelConfig lacks would crash every stage.
+def test_model_has_the_fields_of_the_engines_configuration() -> None:
+    assert [field.name for field in fields(Model)] == [f.name for f in fields(ModelConfig) if f.name != "vocab_size"]
+
+
+# A key that is silently ignored (a typo) or replaced by a default would train something else than what was asked for.
+@pytest.mark.parametrize("section", [field.name for field in fields(Settings)])
+def test_missing_and_unknown_keys_are_named(section: str) -> None:
+    without = values()
+    del without[section]
+    with pytest.raises(ValueError, match=f"the key '{section}' is missing"):
+        validate(without)
+    for key in values()[section] if section not in ("corpus", "conversations") else ["sources"]:
+        without = values()
+        del without[section][key]
+        with pytest.raises(ValueError, match=f"^{section}: the key '{key}' is missing"):
+            validate(without)
+        misspelt = values()
+        misspelt[section][f"{key}_"] = 1
+        with pytest.raises(ValueError, match=f"^{section}: unknown key '{key}_'; did you mean {key}"):
+            validate(misspelt)
+
+
+# `dvc exp run --no-hydra -S model=gpt2_124m` writes this text over the section.
+@pytest.mark.parametrize("wrong", ["gpt2_124m", None, 3, ["a"]])
+def test_a_section_that_is_no_mapping(wrong: object) -> None:
+    spoilt = values() | {"model": wrong}
+    with pytest.raises(ValueError, match=r"^model: expected a mapping of keys, got .*--no-hydra"):
+        validate(spoilt)
+
+
+WRONG = [
+    ("model.layers", True, "a whole number"),  # YAML's `yes`: 1 layer if bool passed for int
+    ("model.layers", "4", "a whole number"),
+    ("model.layers", 4.0, "a whole number"),
+    ("model.layers", None, "a whole number"),
+    ("model.layers", 0, "at least 1"),
+    ("model.heads", 3, "a multiple of model.heads"),
+    ("model.bias", 1, "true or false"),
+    ("model.norm", "batchnorm", "one of rmsnorm, layernorm"),
+    ("model.mtp_heads", 9, "a weight for each of model.mtp_heads = 9"),
+    ("train_bpe.vocab_size", 261, "262"),  # 256 bytes and 6 special tokens
+    ("train_bpe.vocab_size", 65537, "to 65536"),  # ids would wrap in uint16
+    ("train_bpe.sample_bytes", 0, "at least 1"),
+    ("train_bpe.special_tokens", "<|pad|>", "a list"),
+    ("train_bpe.special_tokens", ["<|pad|>", "<|pad|>"], "distinct"),
+    ("train_bpe.take", 3, "a text"),
+    ("shard.tokens_per_shard", 0, "at least 1"),
+    ("pretrain.seed", -1, "at least 0"),
+    ("pretrain.steps", 0, "at least 1"),
+    ("pretrain.lr", float("nan"), "a finite number"),  # comparisons with NaN are false: it would pass a range check
+    ("pretrain.lr", float("inf"), "a finite number"),
+    ("pretrain.lr", True, "a finite number"),
+    ("pretrain.lr", "3e-4", "a finite number"),
+    ("pretrain.lr", 0, "above 0"),
+    ("pretrain.lr", -1e-3, "above 0"),
+    ("pretrain.min_lr", 1.0, "0 to pretrain.lr"),
+    ("pretrain.warmup_steps", 10**9, "0 to pretrain.steps"),
+    ("pretrain.cooldown_steps", 1, "only wsd"),
+    ("pretrain.schedule", "linear", "one of cosine, wsd"),
+    ("pretrain.beta1", 1.0, "below 1"),
+    ("pretrain.beta2", -0.1, "at least 0"),
+    ("pretrain.eps", 0, "above 0"),
+    ("pretrain.grad_clip", 0, "above 0"),
+    ("pretrain.weight_decay", -0.1, "at least 0"),
+    ("pretrain.mtp_weights", [1.0], "a weight for each of model.mtp_heads = 4"),
+    ("pretrain.mtp_weights", [0.0, 1.0, 1.0, 1.0], "a first weight"),
+    ("pretrain.mtp_weights", [1.0, -1.0, 0.0, 0.0], "at least 0"),
+    ("pretrain.mtp_weights", [1.0, "x", 0.0, 0.0], "a finite number"),
+    ("pretrain.val_every", 0, "at least 1"),  # a step modulo 0
+    ("sft.too_long", "keep", "one of drop, cut"),
+    ("sft.lr", 0, "above 0"),
+    ("eval.top_p", 0, "above 0 and at most 1"),
+    ("eval.top_k", -1, "at least 0"),
+    ("eval.temperature", -1, "at least 0"),
+    ("eval.max_tokens", 0, "at least 1"),
+    ("eval.prompts", ["a", 3], "a text"),
+    ("numerics.precision", "int8", "one of fp32"),
+    ("runtime.device", "gpu", "one of auto, cpu, cuda"),
+    ("runtime.threads", -1, "at least 0"),
+    ("corpus.sources", "wheel", "a list"),
+]
+
+
+# Each would otherwise surface as a traceback from deep inside a stage, or not at all.
+@pytest.mark.parametrize(("key", "value", "expected"), WRONG)
+def test_wrong_values_are_named(key: str, value: object, expected: str) -> None:
+    section, name = key.split(".")
+    spoilt = values()
+    spoilt[section][name] = value
+    with pytest.raises(ValueError, match=expected) as error:
+        validate(spoilt)
+    assert section in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# YAML writes 1 for 1.0, which is not an error.
+def test_whole_numbers_are_good_for_floats() -> None:
+    spoilt = values()
+    spoilt["pretrain"]["grad_clip"] = 1
+    assert isinstance(validate(spoilt).pretrain.grad_clip, float)
+
+
+# gpt2_124m has one head, the default weights are for four: choosing the model alone has to be enough.
+def test_weights_of_absent_heads_are_cut_off() -> None:
+    assert load(["model=gpt2_124m"]).pretrain.mtp_weights == (1.0,)
+    assert load(["model.mtp_heads=2"]).sft.mtp_weights == (1.0, 0.1)
+
+
+# A value override that recomposed conf/ would drop what `dvc exp run -S` wrote into params.yaml.
+def test_value_overrides_edit_params_yaml(root: Path) -> None:
+    params.write(root, compose(ROOT, ["pretrain.steps=77"]))
+    settings = load(["model.layers=7", "pretrain.lr=3e-4", "train_bpe.take=null"])
+    assert (settings.pretrain.steps, settings.model.layers, settings.pretrain.lr) == (77, 7, 3e-4)
+
+
+# `model=NAME` on plain params.yaml would put the text over the section, as DVC's --no-hydra does.
+def test_group_overrides_compose_anew_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = load(["model.layers=5", "model=gpt2_124m"])
+    assert (settings.model.layers, settings.model.norm) == (5, "layernorm")
+    said = capsys.readouterr().err
+    assert "model.layers=5" in said
+    assert "model.norm=layernorm" in said
+    assert "pretrain.lr" not in said
+    assert load(["+experiment=smoke"]).pretrain.steps < 100
+
+
+REFUSED = [
+    ("pretrain.step=3", "unknown key pretrain.step; did you mean pretrain.steps"),
+    ("pretrain.lr.x=3", "unknown key pretrain.lr.x"),
+    ("model=gpt2_125m", "model: no file conf/model/gpt2_125m.yaml; did you mean gpt2_124m"),
+    ("+experiment=smok", "experiment: no file conf/experiment/smok.yaml; did you mean smoke"),
+    ("experiment=smoke", r"use \+experiment=smoke"),
+    ("model={layers: 3}", "model: no file conf/model"),
+    ("pretrain.steps=1,2", "one run takes one value"),
+    ("pretrain.steps", "not key=value"),
+    ("+model.x=1", "model: unknown key 'x'"),
+    ("+nothing.x=1", "params.yaml: unknown key 'nothing'"),
+    ("~model.layers", "model: the key 'layers' is missing"),
+    ("~model", "the key 'model' is missing"),
+    ("pretrain.lr=???", "pretrain.lr"),
+    ("pretrain.lr=${nowhere}", "nowhere"),
+]
+
+
+# Hydra's own messages for these span several lines, or the override is taken and means something else.
+@pytest.mark.parametrize(("override", "expected"), REFUSED)
+def test_wrong_overrides_are_named(override: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected) as error:
+        load([override])
+    assert "\n" not in str(error.value)
+
+
+# In another folder DVC writes a second params.yaml and stages would read the wrong one.
+def test_other_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deeper").mkdir()
+    monkeypatch.chdir(tmp_path / "deeper")
+    with pytest.raises(ValueError, match="run from the repository's root"):
+        load([])
+
+
+# A half-written or hand-edited params.yaml is the user's to repair: a line, not a parser's traceback.
+@pytest.mark.parametrize("text", ["model: [", "- a\n", "", "model: 1\nmodel: 2\n", "a: ${b}\n", "a: '???'\n", "\x00"])
+def test_broken_params_yaml(root: Path, text: str) -> None:
+    (root / "params.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"params\.yaml"):
+        load([])
+
+
+# A stage that exits 0 after an error or Ctrl-C is recorded by DVC as done.
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (ValueError("two\nlines"), 1, "error: two lines\n"),
+        (FileNotFoundError(2, "No such file", "data/x"), 1, "error: [Errno 2] No such file: 'data/x'\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_main_turns_errors_into_a_line_and_a_code(
+    raised: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(argv: list[str]) -> None:
+        raise raised
+
+    monkeypatch.setattr(sys, "argv", ["stage"])
+    with pytest.raises(SystemExit) as stopped:
+        command_main(run)
+    assert stopped.value.code == code
+    assert capsys.readouterr().err == line
+
+
+# A programming error must not be dressed up as the user's.
+def test_main_lets_bugs_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["stage"])
+    with pytest.raises(ZeroDivisionError):
+        command_main(lambda argv: print(1 // 0))
+
+
+# The command line has to reach the stage.
+def test_stage_main_hands_over_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Settings] = []
+    monkeypatch.setattr(sys, "argv", ["stage", "model.layers=9"])
+    stage_main(seen.append)
+    assert seen[0].model.layers == 9
+    monkeypatch.setattr(sys, "argv", ["stage", "--help"])
+    stage_main(seen.append)
+    assert len(seen) == 1
+    assert "key=value" in capsys.readouterr().out
+
+
+# --check is lint's guard against an edit in conf/ that dvc repro would not see; --write its repair.
+def test_params_check_and_write(root: Path) -> None:
+    params.run(["--check"])
+    with pytest.raises(ValueError, match=r"pretrain\.steps \(is [0-9]+, conf/ has 333\)"):
+        params.run(["--check", "pretrain.steps=333"])
+    params.run(["--write", "pretrain.steps=3", "pretrain.warmup_steps=1"])
+    assert yaml.safe_load((root / "params.yaml").read_text(encoding="utf-8"))["pretrain"]["steps"] == 3
+    params.run(["--write"])
+    params.run(["--check"])
+    (root / "params.yaml").write_text("# a note\n" + (root / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(ValueError, match="edited by hand"):
+        params.run(["--check"])
+
+
+# A broken conf/ must not replace a good params.yaml.
+def test_params_write_validates_first(root: Path) -> None:
+    before = (root / "params.yaml").read_bytes()
+    with pytest.raises(ValueError, match=r"model\.layers"):
+        params.run(["--write", "model.layers=0"])
+    assert (root / "params.yaml").read_bytes() == before
+    assert sorted(path.name for path in root.iterdir()) == ["conf", "dvc.yaml", "params.yaml"]

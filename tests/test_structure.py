@@ -1,0 +1,250 @@
+"""The rules that keep the house in order, as far as a machine can check them."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+DVC = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
+PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+
+STAGES = ("download", "train_bpe", "shard", "pretrain", "sft", "eval")
+COMMANDS = ("chat", "generate", "params")
+MODULES = (
+    "batches",
+    "checkpoint",
+    "conversation_sources",
+    "conversations",
+    "corpus",
+    "encoding",
+    "hub",
+    "merges",
+    "metrics",
+    "overrides",
+    "packing",
+    "plays",
+    "pretokenizer",
+    "schema",
+    "scoring",
+    "settings",
+    "shard_format",
+    "sources",
+    "text_files",
+    "tokenizer",
+    "training",
+    "unicode_classes",
+)
+
+# Files of kernels/cpu that are not an operation of their own, and operations without a backward pass.
+NOT_OPERATIONS = ("__init__", "exponential", "jit")
+ONE_FUNCTION = ("adamw", "grad_norm", "sampling")
+FORWARD_ONLY = ("decode_attention", "weighted_sum")
+
+# What dvc.yaml's deps leave out: it hands on nothing but the values that `params` tracks.
+UNTRACKED = "stages/settings.py"
+
+FILE_LINES, TEST_LINES, FUNCTION_LINES = 300, 500, 80
+LONG_FILES: dict[str, int] = {}
+LONG_FUNCTIONS: dict[str, int] = {}
+
+
+def tracked() -> list[str]:
+    """The files that git knows or would add, as posix paths."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True).stdout
+    return sorted({name for name in listed.splitlines() if (ROOT / name).is_file()})
+
+
+def tree(name: str) -> ast.Module:
+    """A Python file's syntax tree."""
+    return ast.parse((ROOT / name).read_text(encoding="utf-8"))
+
+
+def imported(name: str) -> Iterator[str]:
+    """The first-party files that a Python file imports, wherever in it, also for types only."""
+    for node in ast.walk(tree(name)):
+        modules: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import"
+            modules = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        for module in modules:
+            path = module.replace(".", "/")
+            for candidate in (f"{path}.py", f"{path}/__init__.py"):
+                if path.startswith(("stages/", "kernels/")) and (ROOT / candidate).is_file():
+                    yield candidate
+
+
+def closure(name: str) -> set[str]:
+    """A Python file and all that it imports, directly or not, without UNTRACKED and what only that imports."""
+    found: set[str] = set()
+    pending = [name]
+    while pending:
+        one = pending.pop()
+        if one not in found and one != UNTRACKED:
+            found.add(one)
+            pending += imported(one)
+    return found
+
+
+# A stage, command or module that is in the wrong list or in none would escape the rules for its kind.
+def test_stages_folder_holds_the_three_lists() -> None:
+    found = {Path(name).stem for name in tracked() if re.fullmatch(r"stages/[^/]+\.py", name)} - {"__init__"}
+    assert found == {*STAGES, *COMMANDS, *MODULES}
+    assert len(found) == len(STAGES) + len(COMMANDS) + len(MODULES)
+
+
+# A stage whose name differs between dvc.yaml, its module, its parameters, its data or its test is found by nobody.
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_name_a_stage(stage: str) -> None:
+    assert tuple(DVC["stages"]) == STAGES
+    spec = DVC["stages"][stage]
+    assert spec["cmd"] == f"python -m stages.{stage}"
+    assert f"stages/{stage}.py" in spec["deps"]
+    assert spec["desc"]
+    sections = ("corpus", "conversations") if stage == "download" else (stage,)
+    for section in sections:
+        assert section in PARAMS
+        assert section in spec["params"]
+        assert (ROOT / "conf" / section).is_dir()
+    assert (ROOT / "tests" / "stages" / f"test_{stage}.py").is_file()
+    for out in outs(spec):
+        assert out == f"data/{stage}" or out.startswith(f"data/{stage}/"), out
+
+
+# Every stage and command runs as `python -m stages.NAME`; without main() or the guard, importing it would run it or nothing.
+@pytest.mark.parametrize("name", [*STAGES, *COMMANDS])
+def test_programs_have_run_and_main(name: str) -> None:
+    body = tree(f"stages/{name}.py").body
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    assert "main" in functions
+    assert "run" in functions or name not in STAGES
+    assert ast.unparse(body[-1]) == "if __name__ == '__main__':\n    main()"
+
+
+# An operation without its backward pass or without its test is not covered by the gradient check's promise.
+def test_one_name_an_operation() -> None:
+    operations = [Path(name).stem for name in tracked() if re.fullmatch(r"kernels/cpu/[^/]+\.py", name)]
+    for operation in sorted(set(operations) - set(NOT_OPERATIONS)):
+        functions = {node.name for node in tree(f"kernels/cpu/{operation}.py").body if isinstance(node, ast.FunctionDef)}
+        if operation in ONE_FUNCTION:
+            expected = {operation}
+        elif operation in FORWARD_ONLY:
+            expected = {f"{operation}_forward"}
+        else:
+            expected = {f"{operation}_forward", f"{operation}_backward"}
+        assert expected <= functions, operation
+        assert (ROOT / "tests" / "kernels" / f"test_{operation}.py").is_file(), f"{operation} has no test"
+
+
+# The engine that knows files or settings can't be used without them.
+def test_kernels_never_import_stages() -> None:
+    for name in tracked():
+        if name.startswith("kernels/") and name.endswith(".py"):
+            assert not [one for one in imported(name) if one.startswith("stages/")], name
+
+
+# CuPy imported outside kernels/cuda would break every machine without it.
+def test_only_cuda_imports_cupy() -> None:
+    for name in tracked():
+        if name.endswith(".py") and not name.startswith(("kernels/cuda/", "tests/")):
+            for node in ast.walk(tree(name)):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    assert not re.search(r"\bcupy\b", ast.unparse(node)), f"{name}: {ast.unparse(node)}"
+
+
+# A module that a stage imports but dvc.yaml does not list could change without the stage ever running again; one that is
+# listed but not imported would make it run for nothing.
+@pytest.mark.parametrize("stage", STAGES)
+def test_deps_are_the_imports(stage: str) -> None:
+    deps = [dep for dep in DVC["stages"][stage]["deps"] if not dep.startswith("data/")]
+    needed = {name for name in closure(f"stages/{stage}.py") if (ROOT / name).stat().st_size}
+    missing = {name for name in needed if name not in deps and not any(name.startswith(f"{dep}/") for dep in deps)}
+    unused = {dep for dep in deps if dep not in needed and not any(name.startswith(f"{dep}/") for name in needed)}
+    assert (missing, unused) == (set(), set())
+    assert deps == sorted(deps)
+
+
+# A stage that reads what no stage writes, or two that write the same, can't be run from an empty folder.
+def test_data_flows_one_way() -> None:
+    written: set[str] = set()
+    for spec in DVC["stages"].values():
+        for dep in spec["deps"]:
+            assert not dep.startswith("data/") or dep in written, f"{dep} is read before it is written"
+        new = set(outs(spec))
+        assert not new & written
+        written |= new
+    tops = [DVC["metrics"], [y for plot in DVC["plots"] for y in next(iter(plot.values()))["y"]]]
+    for path in [*tops[0], *tops[1], *(artifact["path"] for artifact in DVC["artifacts"].values())]:
+        assert any(path == out or path.startswith(f"{out}/") for out in written), path
+
+
+# A key of params.yaml that no stage tracks changes the result behind DVC's back; only `runtime` may be untracked.
+def test_every_section_is_tracked() -> None:
+    assert {section for spec in DVC["stages"].values() for section in spec["params"]} == set(PARAMS) - {"runtime"}
+
+
+# Large files and functions are where a reader gives up; the lists name those that are allowed to be.
+def test_sizes() -> None:
+    for name in tracked():
+        if not name.endswith(".py"):
+            continue
+        lines = len((ROOT / name).read_text(encoding="utf-8").splitlines())
+        limit = TEST_LINES if name.startswith("tests/") else FILE_LINES
+        assert lines <= LONG_FILES.get(name, limit), f"{name}: {lines} lines"
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                allowed = LONG_FUNCTIONS.get(f"{name}:{node.name}", FUNCTION_LINES)
+                assert length <= allowed, f"{name}:{node.name}: {length} lines"
+
+
+# Names that say nothing gather what belongs elsewhere.
+def test_no_file_for_everything() -> None:
+    for name in tracked():
+        assert not re.search(r"(^|/)(utils?|helpers?|common|misc)(\.|/)", name), name
+
+
+# Text of another project's tools, of one machine or of one registry would be wrong in everybody else's copy. The patterns
+# are written apart here, so that this file does not match them.
+def test_nothing_of_one_machine() -> None:
+    forbidden = ["/" + "work/", "/" + "root/", "/" + "home/", "file:" + "//", "index" + "-url", "find" + "-links"]
+    for name in tracked():
+        if name.endswith((".py", ".toml", ".yaml", ".lock", ".md", ".cu", ".cuh")) or "." not in Path(name).name:
+            text = (ROOT / name).read_text(encoding="utf-8")
+            assert not [pattern for pattern in forbidden if pattern in text], name
+
+
+# Text that is not ASCII prints badly on some consoles; what tests and data need of it is written as escapes.
+def test_python_is_ascii() -> None:
+    for name in tracked():
+        if name.endswith(".py") and not name.startswith("tests/"):
+            assert (ROOT / name).read_text(encoding="utf-8").isascii(), name
+
+
+# A package.__init__ in tests would shadow the real `kernels` and `stages`.
+def test_tests_are_no_packages() -> None:
+    assert not [name for name in tracked() if name.startswith("tests/") and name.endswith("__init__.py")]
+
+
+# A dependency that the lock lacks would be installed in whatever version the index has that day.
+def test_lock_has_every_dependency() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
+    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    locked = {line.split("==")[0] for line in lines if not line.startswith("#")}
+    assert {re.split(r"[<>=;\[ ]", want)[0].lower() for want in wanted} <= locked
+    assert all(re.match(r"#|[a-z0-9-]+==[^ ]+( ; .*)?$", line) for line in lines)
+
+
+def outs(spec: dict) -> list[str]:
+    """The paths of a stage's outs."""
+    return [out if isinstance(out, str) else next(iter(out)) for out in spec["outs"]]
