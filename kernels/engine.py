@@ -169,6 +169,10 @@ class Engine:
         """A copy of the weights by parameter name, fp32."""
         return {name: np.array(weight, np.float32) for name, weight in self._weights.items()}
 
+    def parameter(self, name: str) -> Array:
+        """One parameter itself, in the precision that it is held in: a write changes the model."""
+        return self._weights[name]
+
     def gradients(self) -> dict[str, Array]:
         """A copy of the gradients accumulated since the last update, by parameter name."""
         return {name: np.array(grad) for name, grad in self._grads.items()}
@@ -188,7 +192,7 @@ class Engine:
             logits = self._model.head_logits(k, norm)
             scaled = (weight[k].reshape(-1) * head_scale[k]).astype(self._ops.dtype)
             self._ops.cross_entropy_backward(
-                logits, nll, logits, targets[k].reshape(-1), scaled, vocab_size=self.config.vocab_size
+                logits, nll, targets[k].reshape(-1), scaled, vocab_size=self.config.vocab_size
             )
             self._ops.weighted_sum_forward(self._nll_sums[k : k + 1].reshape(()), nll, weight[k].reshape(-1))
             dnorm = self._model.head_backward(k, logits, norm)
@@ -244,7 +248,7 @@ class Engine:
                 targets[k].reshape(-1),
                 vocab_size=self.config.vocab_size,
             )
-        return Evaluation(nll.astype(np.float32), correct, weight)
+        return Evaluation(nll, correct, weight)
 
     def cache(self, batch: int = 1) -> Cache:
         """An empty cache for `batch` sequences of up to `context` tokens."""

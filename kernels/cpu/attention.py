@@ -65,47 +65,53 @@ def _features(columns, rows):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _project(score, vector, columns, low, high):  # type: ignore[no-untyped-def]
-    """score[j] = vector . columns[:, j] for low <= j < high."""
-    score[low:high] = 0
+def _project(score, vector, columns, low):  # type: ignore[no-untyped-def]
+    """score[j] = vector . columns[:, low + j]."""
+    count = score.size
+    score[:] = 0
     for d in range(0, columns.shape[0], TILE):
         a0, a1, a2, a3 = vector[d], vector[d + 1], vector[d + 2], vector[d + 3]
-        for j in range(low, high):
-            score[j] += a0 * columns[d, j] + a1 * columns[d + 1, j] + a2 * columns[d + 2, j] + a3 * columns[d + 3, j]
+        c0, c1 = columns[d, low : low + count], columns[d + 1, low : low + count]
+        c2, c3 = columns[d + 2, low : low + count], columns[d + 3, low : low + count]
+        for j in range(count):
+            score[j] += a0 * c0[j] + a1 * c1[j] + a2 * c2[j] + a3 * c3[j]
 
 
 @jit
-def _combine(vector, score, columns, low, high):  # type: ignore[no-untyped-def]
-    """vector[d] = sum of score[j] * columns[d, j] over low <= j < high."""
-    zero = vector.dtype.type(0)
+def _combine(vector, score, columns, low):  # type: ignore[no-untyped-def]
+    """vector[d] = sum over j of score[j] * columns[d, low + j]."""
+    count, zero = score.size, vector.dtype.type(0)
     for d in range(0, columns.shape[0], TILE):
         a0, a1, a2, a3 = zero, zero, zero, zero
-        for j in range(low, high):
-            weight = score[j]
-            a0 += weight * columns[d, j]
-            a1 += weight * columns[d + 1, j]
-            a2 += weight * columns[d + 2, j]
-            a3 += weight * columns[d + 3, j]
+        c0, c1 = columns[d, low : low + count], columns[d + 1, low : low + count]
+        c2, c3 = columns[d + 2, low : low + count], columns[d + 3, low : low + count]
+        for j in range(count):
+            a0 += score[j] * c0[j]
+            a1 += score[j] * c1[j]
+            a2 += score[j] * c2[j]
+            a3 += score[j] * c3[j]
         vector[d], vector[d + 1], vector[d + 2], vector[d + 3] = a0, a1, a2, a3
 
 
 @jit
 def _scatter(columns, scores, vectors, low, high):  # type: ignore[no-untyped-def]
     """columns[d, j] += sum over the TILE queries r of vectors[r, d] * scores[r, j], for low <= j < high."""
+    s0, s1, s2, s3 = scores[0, low:high], scores[1, low:high], scores[2, low:high], scores[3, low:high]
     for d in range(columns.shape[0]):
         a0, a1, a2, a3 = vectors[0, d], vectors[1, d], vectors[2, d], vectors[3, d]
-        for j in range(low, high):
-            columns[d, j] += a0 * scores[0, j] + a1 * scores[1, j] + a2 * scores[2, j] + a3 * scores[3, j]
+        column = columns[d, low:high]
+        for j in range(column.size):
+            column[j] += a0 * s0[j] + a1 * s1[j] + a2 * s2[j] + a3 * s3[j]
 
 
 @jit
-def _softmax(score, low, high):  # type: ignore[no-untyped-def]
+def _softmax(score):  # type: ignore[no-untyped-def]
     """Replace scores by exp(score - largest); return (largest, sum of the exponentials)."""
-    largest = score[low]
-    for j in range(low + 1, high):
+    largest = score[0]
+    for j in range(1, score.size):
         largest = max(largest, score[j])
     total = score.dtype.type(0)
-    for j in range(low, high):
+    for j in range(score.size):
         weight = exp(score[j] - largest)
         score[j] = weight
         total += weight
@@ -132,23 +138,24 @@ def _forward(out, lse, qkv, start):  # type: ignore[no-untyped-def]
                 low = start[b, t]
                 for d in range(head_dim):
                     query[d] = qkv[b, t, head, d] * scale
-                _project(score, query, keys, low, t + 1)
-                largest, total = _softmax(score, low, t + 1)
-                _combine(mean, score, values, low, t + 1)
+                seen = score[low : t + 1]
+                _project(seen, query, keys, low)
+                largest, total = _softmax(seen)
+                _combine(mean, seen, values, low)
                 for d in range(head_dim):
                     out[b, t, head, d] = mean[d] / total
                 lse[b, head, t] = largest + np.log(total)
 
 
 @jit
-def _score_gradients(p, ds, r, query, dout, keys, values, lse, delta, low, t):  # type: ignore[no-untyped-def]
-    """Row r of p and of ds (without the scale, which q and dq carry) for the query at t: see attention_backward."""
-    _project(p[r], query, keys, low, t + 1)
-    _project(ds[r], dout, values, low, t + 1)
-    for j in range(low, t + 1):
-        weight = exp(p[r, j] - lse)
-        p[r, j] = weight
-        ds[r, j] = weight * (ds[r, j] - delta)
+def _score_gradients(p, ds, query, dout, keys, values, lse, delta, low):  # type: ignore[no-untyped-def]
+    """p and ds of one query over the keys it sees, without the scale, which q and dq carry: see attention_backward."""
+    _project(p, query, keys, low)
+    _project(ds, dout, values, low)
+    for j in range(p.size):
+        weight = exp(p[j] - lse)
+        p[j] = weight
+        ds[j] = weight * (ds[j] - delta)
 
 
 @pjit
@@ -181,10 +188,10 @@ def _backward(dqkv, dout, out, lse, qkv, start):  # type: ignore[no-untyped-def]
                         queries[r, d] = qkv[b, t, head, d] * scale
                         douts[r, d] = dout[b, t, head, d]
                         delta += dout[b, t, head, d] * out[b, t, head, d]
-                    _score_gradients(
-                        p, ds, r, queries[r], douts[r], keys, values, lse[b, head, t], delta, start[b, t], t
-                    )
-                    _combine(dquery, ds[r], keys, start[b, t], t + 1)
+                    see = start[b, t]
+                    seen_p, seen_ds = p[r, see : t + 1], ds[r, see : t + 1]
+                    _score_gradients(seen_p, seen_ds, queries[r], douts[r], keys, values, lse[b, head, t], delta, see)
+                    _combine(dquery, seen_ds, keys, see)
                     for d in range(head_dim):
                         dqkv[b, t, head, d] = dquery[d] * scale
                 _scatter(dkeys, ds, queries, low, high)

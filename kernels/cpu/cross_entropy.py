@@ -6,7 +6,7 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.exponential import exp
-from kernels.cpu.jit import jit, pjit
+from kernels.cpu.jit import pjit
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Ids = np.ndarray[Any, np.dtype[np.int32]]
@@ -28,54 +28,43 @@ def cross_entropy_forward(nll: Array, correct: Flags, logits: Array, targets: Id
     _forward(nll, correct, logits, targets, vocab_size)
 
 
-@jit
-def _log_sum_exp(logits, vocab_size):  # type: ignore[no-untyped-def]
-    """(largest, sum of exp(logit - largest)) over one row."""
-    largest = logits[0]
-    for v in range(1, vocab_size):
-        largest = max(largest, logits[v])
-    total = logits.dtype.type(0)
-    for v in range(vocab_size):
-        total += exp(logits[v] - largest)
-    return largest, total
-
-
 @pjit
 def _forward(nll, correct, logits, targets, vocab_size):  # type: ignore[no-untyped-def]
-    for row in prange(logits.shape[0]):
-        largest, total = _log_sum_exp(logits[row], vocab_size)
-        target = logits[row, targets[row]]
-        nll[row] = np.log(total) + (largest - target)
-        correct[row] = target == largest
-
-
-def cross_entropy_backward(
-    dlogits: Array, nll: Array, logits: Array, targets: Ids, weight: Array, *, vocab_size: int
-) -> None:
-    """The loss and its gradient together, so that the logits are read once.
-
-        dlogits[v] = weight * (exp(logits[v]) / sum_u exp(logits[u]) - [v is the target])
-
-    Args:
-        dlogits:    (rows, Vp), overwritten, zero in the padding; may alias logits.
-        nll:        (rows,), overwritten, unweighted.
-        logits:     (rows, Vp).
-        targets:    (rows,) int32, below vocab_size.
-        weight:     (rows,), the derivative of the whole loss with respect to this row's nll.
-        vocab_size: V.
-    """
-    _backward(dlogits, nll, logits, targets, weight, vocab_size)
-
-
-@pjit
-def _backward(dlogits, nll, logits, targets, weight, vocab_size):  # type: ignore[no-untyped-def]
     for row in prange(logits.shape[0]):
         largest, target = logits[row, 0], logits[row, targets[row]]
         for v in range(1, vocab_size):
             largest = max(largest, logits[row, v])
         total = logits.dtype.type(0)
         for v in range(vocab_size):
-            e = exp(logits[row, v] - largest)
+            total += exp(logits[row, v] - largest)
+        nll[row] = np.log(total) + (largest - target)
+        correct[row] = target == largest
+
+
+def cross_entropy_backward(dlogits: Array, nll: Array, targets: Ids, weight: Array, *, vocab_size: int) -> None:
+    """The loss and its gradient together and in place, so that the logits are read once and no second array is held.
+
+        dlogits[v] = weight * (exp(logits[v]) / sum_u exp(logits[u]) - [v is the target])
+
+    Args:
+        dlogits:    (rows, Vp), the logits on entry, their gradient on return; the padding's is zero.
+        nll:        (rows,), overwritten, unweighted.
+        targets:    (rows,) int32, below vocab_size.
+        weight:     (rows,), the derivative of the whole loss with respect to this row's nll.
+        vocab_size: V.
+    """
+    _backward(dlogits, nll, targets, weight, vocab_size)
+
+
+@pjit
+def _backward(dlogits, nll, targets, weight, vocab_size):  # type: ignore[no-untyped-def]
+    for row in prange(dlogits.shape[0]):
+        largest, target = dlogits[row, 0], dlogits[row, targets[row]]
+        for v in range(1, vocab_size):
+            largest = max(largest, dlogits[row, v])
+        total = dlogits.dtype.type(0)
+        for v in range(vocab_size):
+            e = exp(dlogits[row, v] - largest)
             dlogits[row, v] = e
             total += e
         nll[row] = np.log(total) + (largest - target)
@@ -83,5 +72,5 @@ def _backward(dlogits, nll, logits, targets, weight, vocab_size):  # type: ignor
         for v in range(vocab_size):
             dlogits[row, v] *= scale
         dlogits[row, targets[row]] -= weight[row]
-        for v in range(vocab_size, logits.shape[1]):
+        for v in range(vocab_size, dlogits.shape[1]):
             dlogits[row, v] = 0

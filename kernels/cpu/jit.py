@@ -5,6 +5,8 @@ NUMBA_DISABLE_JIT=1 both leave the function as it is, so that every line can be 
 
 Floating point: sums may be reordered and products contracted into fused multiply-adds (otherwise no sum vectorises), but
 NaN and infinity keep their meaning. The order is fixed when the function is compiled, so results repeat bit for bit.
+Arrays that a `pjit` function is given are taken not to overlap. An output may be one of the inputs only where each element is
+read before it is written and never after, which the docstrings that allow it say.
 Division follows NumPy (x / 0 is inf), since Python's check for zero would keep a loop from vectorising.
 """
 
