@@ -36,6 +36,7 @@ MODULES = (
     "sources",
     "text_files",
     "tokenizer",
+    "tokenizer_file",
     "training",
     "unicode_classes",
 )
@@ -185,9 +186,24 @@ def test_data_flows_one_way() -> None:
         assert any(path == out or path.startswith(f"{out}/") for out in written), path
 
 
-# A key of params.yaml that no stage tracks changes the result behind DVC's back; only `runtime` may be untracked.
+# A section that a stage uses but does not track changes its result behind DVC's back; one that it tracks but does not use
+# makes it run for nothing. `runtime` alone is untracked.
+@pytest.mark.parametrize("stage", STAGES)
+def test_params_are_what_the_stage_uses(stage: str) -> None:
+    source = (ROOT / "stages" / f"{stage}.py").read_text(encoding="utf-8")
+    used = {match for match in re.findall(r"settings\.(\w+)(?:\.(\w+))?", source) if match[0] in PARAMS}
+    tracked_params = DVC["stages"][stage]["params"]
+    for section, key in used:
+        assert section == "runtime" or section in tracked_params or f"{section}.{key}" in tracked_params, (section, key)
+    for param in tracked_params:
+        assert param.split(".")[0] in {section for section, _ in used}, param
+    assert all(param.split(".")[0] in PARAMS for param in tracked_params)
+
+
+# As above, for sections that nobody tracks.
 def test_every_section_is_tracked() -> None:
-    assert {section for spec in DVC["stages"].values() for section in spec["params"]} == set(PARAMS) - {"runtime"}
+    tracked_sections = {param.split(".")[0] for spec in DVC["stages"].values() for param in spec["params"]}
+    assert tracked_sections == set(PARAMS) - {"runtime"}
 
 
 # Large files and functions are where a reader gives up; the lists name those that are allowed to be.
