@@ -12,16 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.batches import shuffled
 from stages.text_files import read_rows
-
-if TYPE_CHECKING:
-    from stages.tokenizer import Tokenizer
+from stages.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant")
 END = "<|end|>"
@@ -39,7 +37,7 @@ class Part(NamedTuple):
     ids: NDArray[np.int32]
 
 
-def special_id(tokenizer: "Tokenizer", token: str) -> int:
+def special_id(tokenizer: Tokenizer, token: str) -> int:
     """The id of a special token; ValueError where the tokenizer has none of that name."""
     if token not in tokenizer.special:
         raise ValueError(f"the tokenizer has no special token {token}: add it to train_bpe.special_tokens and make it anew")
@@ -73,7 +71,7 @@ def check(messages: Any) -> None:
             raise ValueError(f"message {number}: expected a system message only as the first")
 
 
-def render(messages: Messages, tokenizer: "Tokenizer") -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def render(messages: Messages, tokenizer: Tokenizer) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """One conversation by the chat template.
 
     Args:
@@ -92,7 +90,7 @@ def render(messages: Messages, tokenizer: "Tokenizer") -> tuple[NDArray[np.int32
     return ids, supervised.astype(np.float32)
 
 
-def render_prompt(messages: Messages, tokenizer: "Tokenizer") -> NDArray[np.int32]:
+def render_prompt(messages: Messages, tokenizer: Tokenizer) -> NDArray[np.int32]:
     """What the model reads before it answers: the conversation so far, then <|assistant|>."""
     ids, _ = render(messages, tokenizer)
     return np.append(ids, np.int32(special_id(tokenizer, "<|assistant|>")))
@@ -137,7 +135,7 @@ class Rendered:
         )
 
 
-def render_all(conversations: Iterable[Messages], tokenizer: "Tokenizer", *, context: int, too_long: TooLong) -> Rendered:
+def render_all(conversations: Iterable[Messages], tokenizer: Tokenizer, *, context: int, too_long: TooLong) -> Rendered:
     """Many conversations by the chat template, those that are longer than the context dropped or cut (see `fit`).
 
     What follows the last answer of a conversation is left off, since nothing is learnt there; one without an answer is dropped.
@@ -222,7 +220,7 @@ def shuffle_questions(conversations: Sequence[Messages], seed: int) -> list[list
     return result
 
 
-def _encode(conversations: Sequence[Messages], tokenizer: "Tokenizer") -> Iterator[list[Part]]:
+def _encode(conversations: Sequence[Messages], tokenizer: Tokenizer) -> Iterator[list[Part]]:
     """The parts of each conversation, their contents encoded in one call."""
     opening = {role: [special_id(tokenizer, f"<|{role}|>")] for role in ROLES}
     end = [special_id(tokenizer, END)]

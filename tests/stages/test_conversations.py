@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.conversations import check, read_conversations, render, render_all, render_prompt, shuffle_questions
 from stages.text_files import RowWriter, atomic_file
+from stages.tokenizer import Tokenizer
 
 SYSTEM, USER, ASSISTANT, END = range(258, 262)
 
@@ -68,6 +69,7 @@ def test_prompt_is_what_precedes_the_answer_in_training() -> None:
     assert weights[len(prompt) - 1] == 0
 
 
+@settings(deadline=None)
 @given(messages_strategy)
 def test_learnt_is_the_assistants_text_and_its_end(messages: list[dict[str, str]]) -> None:
     """Catches a mask on the user's words, on <|assistant|>, or without the <|end|> by which a reply stops."""
@@ -77,11 +79,29 @@ def test_learnt_is_the_assistants_text_and_its_end(messages: list[dict[str, str]
     assert learnt == answers.encode()
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["<|user|>", "<|assistant|>", "<|end|>", "<|pad|>", "<|system|>", "a"]), max_size=5))
 def test_typed_special_tokens_stay_text(words: list[str]) -> None:
     """Catches a user who ends his own turn, or speaks as the assistant, by typing the template."""
     ids, _ = render(talk("".join(words), "ok"), TOKENIZER)
     assert [token for token in ids.tolist() if token >= 256] == [USER, END, ASSISTANT, END]
+
+
+def test_learned_merges_stay_within_the_template() -> None:
+    """Catches, with the real tokenizer, a merge across a message's border, and text that spells the template in an answer."""
+    names = ["<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    tokenizer = Tokenizer.train(["<|user|> hello <|end|> hello <|assistant|>"] * 9, 280, names)
+    messages = talk("hello <|end|>", "", "<|assistant|>", " hello<|end|><|user|>")
+    ids, weights = render(messages, tokenizer)
+    special = {token: name for name, token in tokenizer.special.items()}
+    shown, texts = [special[token] for token in ids.tolist() if token in special], []
+    for message in messages:
+        texts.append(tokenizer.encode(message["content"]).tolist())
+    assert shown == ["<|user|>", "<|end|>", "<|assistant|>", "<|end|>"] * 2
+    assert [token for token in ids.tolist() if token not in special] == [token for text in texts for token in text]
+    assert tokenizer.decode(ids) == "".join(message["content"] for message in messages)
+    assert weights.sum() == len(texts[1]) + len(texts[3]) + 2
+    assert len(ids) < sum(len(message["content"]) for message in messages)  # something was merged
 
 
 @pytest.mark.parametrize(
@@ -106,7 +126,7 @@ def test_malformed_messages_are_named(messages: Any, message: str) -> None:
 def test_reader_names_file_and_line(tmp_path: Path) -> None:
     """Catches an error without the place to mend, and lines passed over in silence."""
     path = tmp_path / "conversations.val.jsonl.zst"
-    rows = [{"messages": talk("a", "b")}, {"messages": talk("c", "d")}, {"text": "no conversation"}]
+    rows: list[dict[str, Any]] = [{"messages": talk("a", "b")}, {"messages": talk("c", "d")}, {"text": "no conversation"}]
     with atomic_file(path) as stream:
         writer = RowWriter(stream)
         for row in rows:
@@ -148,6 +168,7 @@ def test_cut_takes_from_the_front_in_the_stated_order() -> None:
     assert cut(messages, 7) is None
 
 
+@settings(deadline=None)
 @given(messages_strategy, st.integers(1, 40))
 def test_cut_is_the_longest_end_that_the_rule_allows(messages: list[dict[str, str]], context: int) -> None:
     """Catches a cut that is too long, that changes an answer, or leaves nothing to learn."""
@@ -201,6 +222,7 @@ def test_chunks_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [supervised.sum() for _, supervised in map(rendered.__getitem__, range(5))] == [3] * 5
 
 
+@settings(deadline=None)
 @given(st.integers(2, 30), st.integers(0, 99))
 def test_shuffled_questions_are_never_ones_own(count: int, seed: int) -> None:
     """Catches a shuffle with fixed points, one that repeats or loses a question, and one that moves the answers."""

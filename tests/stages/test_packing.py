@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.engine import Batch
@@ -55,6 +55,7 @@ def conversations_of(data: Rendered) -> list[tuple[list[int], list[bool]]]:
     return [(ids.tolist(), supervised.tolist()) for ids, supervised in (data[n] for n in range(len(data)))]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=60))
 def test_pack_places_each_once_within_the_room(lengths: list[int]) -> None:
     """Catches a conversation lost, doubled or beyond the row, and more rows than best-fit can need."""
@@ -71,6 +72,7 @@ def test_pack_takes_the_row_with_the_least_room() -> None:
     assert pack([5, 6, 4, 5], 10) == [[0, 3], [1, 2]]
 
 
+@settings(deadline=None)
 @given(lengths_strategy, st.integers(1, 5), st.integers(0, 3))
 def test_unpacking_an_epoch_gives_back_every_conversation(lengths: list[int], micro_batch: int, epoch: int) -> None:
     """Catches conversations split, dropped, repeated or mixed, weights shifted by one, and a row with nothing to learn."""
@@ -83,6 +85,7 @@ def test_unpacking_an_epoch_gives_back_every_conversation(lengths: list[int], mi
     assert sorted(one for row in rows for one in row) == sorted(conversations_of(data))
 
 
+@settings(deadline=None)
 @given(lengths_strategy, st.integers(1, 5))
 def test_evaluation_has_every_conversation_once(lengths: list[int], micro_batch: int) -> None:
     """Catches held-out conversations dropped with the last partial batch, and a wrong map from documents to conversations."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages import shard
 from stages.shard_format import ShardWriter, open_split, read_shard
 from stages.text_files import RowWriter, atomic_file
+from stages.tokenizer import Tokenizer
 
 SEPARATOR = 256
 
@@ -75,6 +76,20 @@ def test_stage_writes_what_it_says(tmp_path: Path, tokenizer: Any, capsys: pytes
     ]
 
 
+def test_real_tokenizer_gives_the_text_back(tmp_path: Path) -> None:
+    """Catches, from documents to shards to text, a document merged with its neighbour, and a shard read with the wrong ids."""
+    train = ["to be, or not to be\r\n", "", " that is \u2014 the <|endoftext|> question", "\0\t\U0001f600"]
+    tokenizer = Tokenizer.train(train * 3, 280, ["<|pad|>", "<|endoftext|>"])
+    tokenizer.save(tmp_path / "tokenizer.json")
+    run(tmp_path, train, ["to be"], tokens_per_shard=7)
+    split = open_split(tmp_path / "shard", "train", tokenizer.sha256, tokenizer.vocab_size)
+    ids = split.read(0, split.tokens)
+    starts = np.flatnonzero(ids == tokenizer.special["<|endoftext|>"])
+    assert [tokenizer.decode(piece) for piece in np.split(ids, starts)[1:]] == train
+    assert split.counts.bytes == tokenizer.token_lengths[ids].sum() == sum(len(text.encode()) for text in train)
+    assert split.tokens < split.counts.bytes  # something was merged
+
+
 def test_two_runs_are_equal_and_leave_nothing_of_the_first(tmp_path: Path, tokenizer: Any) -> None:
     """Catches shards of a longer earlier run that stay behind, and outputs that hold a time or a path."""
     run(tmp_path, ["a" * 100], ["b" * 30])
@@ -120,6 +135,7 @@ def test_lone_surrogate_is_named() -> None:
         list(shard.batches_of_text(["fine", "ab\ud800"], 100))
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(max_size=6), max_size=20), st.integers(1, 30))
 def test_batches_keep_order_and_size(documents: list[str], size: int) -> None:
     """Catches a document lost at a batch's border, and batches that grow beyond the bound and one document."""
