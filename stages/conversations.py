@@ -10,7 +10,7 @@ the <|end|> that closes each, nothing else: that is what the model has to write.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -198,24 +198,23 @@ def shuffle_questions(conversations: Sequence[Messages], seed: int) -> list[list
     """Each conversation's answers behind another conversation's questions: what is lost if a model ignores the question.
 
     A seeded permutation without a fixed point says whose questions. The other's user messages take the place of one's own in
-    order, from its first one again where it has fewer; system and assistant messages stay.
+    order, from its first one again where it has fewer; system and assistant messages stay. A conversation without a user's
+    message stays as it is.
 
     Raises:
-        ValueError: there are fewer than two conversations, or one has no user message.
+        ValueError: fewer than two conversations have a question.
     """
-    if len(conversations) < 2:
-        raise ValueError(f"expected at least 2 conversations to shuffle their questions, got {len(conversations)}")
     questions = [[message["content"] for message in one if message["role"] == "user"] for one in conversations]
-    if not all(questions):
-        raise ValueError(f"conversation {questions.index([])}: expected a user's message, found none")
-    order = shuffled(np.arange(len(conversations)), len(conversations), seed)
-    donors = np.empty_like(order)
-    donors[order] = np.roll(order, -1)  # one cycle through all of them
+    asking = np.flatnonzero([len(asked) for asked in questions])
+    if len(asking) < 2:
+        raise ValueError(f"expected at least 2 conversations with a question to shuffle them, got {len(asking)}")
+    order = asking[shuffled(np.arange(len(asking)), len(asking), seed)]
+    donors = dict(zip(order.tolist(), np.roll(order, -1).tolist(), strict=True))  # one cycle through all of them
     result = []
-    for messages, donor in zip(conversations, donors.tolist(), strict=True):
-        replies = (questions[donor][turn % len(questions[donor])] for turn in range(len(messages)))
+    for number, messages in enumerate(conversations):
+        asked = cycle(questions[donors.get(number, number)])
         result.append(
-            [{**message, "content": next(replies)} if message["role"] == "user" else {**message} for message in messages]
+            [{**message, "content": next(asked)} if message["role"] == "user" else {**message} for message in messages]
         )
     return result
 

@@ -244,9 +244,9 @@ def test_shuffled_questions_of_several_turns() -> None:
     assert conversations[1] == talk("p1", "b1", "p2", "b2")
 
 
-def test_shuffle_needs_two_with_questions() -> None:
-    """Catches a lone conversation that keeps its own question, and one that has none to give."""
-    with pytest.raises(ValueError, match="at least 2"):
-        shuffle_questions([talk("q", "a")], 0)
-    with pytest.raises(ValueError, match="conversation 1: expected a user's message"):
-        shuffle_questions([talk("q", "a"), [{"role": "assistant", "content": "a"}]], 0)
+def test_shuffle_passes_over_those_without_a_question() -> None:
+    """Catches a greeting that takes part in the shuffle, and a lone conversation that keeps its own question."""
+    greeting = [{"role": "assistant", "content": "hello"}]
+    assert shuffle_questions([talk("q", "a"), greeting, talk("p", "b")], 0) == [talk("p", "a"), greeting, talk("q", "b")]
+    with pytest.raises(ValueError, match="at least 2 conversations with a question to shuffle them, got 1"):
+        shuffle_questions([talk("q", "a"), greeting], 0)
