@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from kernels.config import ModelConfig
+from stages.text_files import file_sha256
 
 WEIGHTS = "weights.safetensors"
 MODEL = "model.json"
@@ -61,12 +62,6 @@ def write_text(path: Path, text: str) -> None:
     """Writes a UTF-8 file whole or not at all; ValueError where that fails."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
-
-
-def file_sha256(path: Path) -> str:
-    """The hexadecimal sha256 of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -262,6 +257,8 @@ def fingerprint(files: Iterable[Path], values: Mapping[str, Any]) -> str:
 def sources(module: str) -> list[Path]:
     """The files of this repository whose code a stage runs: what it imports of stages/, and all of kernels/.
 
+    Without settings.py: all it hands on are values, which count as such.
+
     Args:
         module: a name within stages/, such as "pretrain".
     """
@@ -270,7 +267,7 @@ def sources(module: str) -> list[Path]:
     while pending:
         name = pending.pop()
         path = REPOSITORY / "stages" / f"{name}.py"
-        if name in found or not path.is_file():
+        if name in found or name == "settings" or not path.is_file():
             continue
         found[name] = path
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

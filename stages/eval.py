@@ -1,0 +1,251 @@
+"""The stage eval: what base and chat model are worth, in figures and samples.
+
+Text is scored whole, once, in windows of the context that don't overlap, all tokens counting: loss, perplexity and bits per
+UTF-8 byte. Answers are scored behind their own questions and behind others', so that it shows whether a model listens.
+`python -m stages.eval [overrides]`.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kernels.engine import Engine
+from kernels.generation import Sampling, generate_batch
+from stages.batches import EvalWindows
+from stages.checkpoint import Checkpoint, load, write_text
+from stages.conversations import END, PAD, Messages, read_conversations, render_prompt, special_id
+from stages.metrics import write_csv
+from stages.scoring import (
+    AnswerScore,
+    Reply,
+    TextScore,
+    eval_batches,
+    question_of,
+    score_answers,
+    score_text,
+    true_and_shuffled,
+    unigram_nats,
+    write_replies,
+)
+from stages.settings import Settings, stage_main
+from stages.shard_format import open_split
+from stages.tokenizer import Tokenizer
+
+SEPARATOR = "<|endoftext|>"  # starts each document
+REPLIES = 100  # held-out questions that are answered, to count the answers that end
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and what a model wrote after it."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One model's figures and samples; `replies` are the chat model's alone."""
+
+    text: TextScore
+    answers: AnswerScore
+    shuffled: AnswerScore
+    samples: list[Sample]
+    replies: list[Reply]
+
+    def figures(self) -> dict[str, Any]:
+        """The figures as metrics.json holds them."""
+        found: dict[str, Any] = {
+            "loss": self.text.loss,
+            "perplexity": math.exp(min(self.text.loss, 700.0)),  # 700: where a float ends
+            "bits_per_byte": self.text.bits_per_byte,
+            "answer_loss": self.answers.content_loss,
+            "answer_loss_shuffled": self.shuffled.content_loss,
+            "end_of_turn_loss": self.answers.end_loss,
+            "sft_loss": self.answers.loss,
+        }
+        if self.replies:
+            found["replies"] = len(self.replies)
+            found["replies_ended"] = sum(reply.ended for reply in self.replies) / len(self.replies)
+        return {**found, "heads": {str(k): asdict(head) for k, head in enumerate(self.text.heads)}}
+
+
+class Evaluation:
+    """The data and the rules by which any model is measured.
+
+    Args:
+        settings: eval, numerics, runtime, and whether pretraining kept documents apart.
+        words: the tokenizer.
+        shards: data/shard.
+        conversations: the held-out ones.
+        context: of the models.
+    """
+
+    def __init__(
+        self, settings: Settings, words: Tokenizer, shards: Path, conversations: Sequence[Messages], context: int
+    ) -> None:
+        self._settings, self._words, self._context = settings, words, context
+        self._held_out = open_split(shards, "val", words.sha256, words.vocab_size)
+        self._unigram = unigram_nats(open_split(shards, "train", words.sha256, words.vocab_size))
+        self._end = special_id(words, END)
+        e = settings.eval
+        self._sampling = Sampling(temperature=e.temperature, top_k=e.top_k, top_p=e.top_p, seed=e.seed)
+        self._answers = true_and_shuffled(conversations, words, context=context, seed=settings.eval.seed)
+        self._prompts = spread(self._short_prompts(conversations), REPLIES)
+        self.counts = {
+            "text_tokens": self._held_out.tokens - 1,
+            "text_bytes": self._held_out.counts.bytes,
+            "conversations": len(self._answers[0]),
+        }
+
+    def engine(self, model: Checkpoint) -> Engine:
+        """An engine that holds the model."""
+        runtime = self._settings.runtime
+        engine = Engine(model.config, self._settings.numerics, micro_batch=self._settings.eval.micro_batch,
+                        device=runtime.device, threads=runtime.threads, training=False)  # fmt: skip
+        engine.load(model.weights)
+        return engine
+
+    def measure(self, engine: Engine, heads: int, *, chat: bool) -> Scores:
+        """All scores and samples of one model."""
+        rows = {"micro_batch": self._settings.eval.micro_batch, "context": self._context}
+        windows = EvalWindows(self._held_out, **rows, separator_id=special_id(self._words, SEPARATOR),
+                              within_documents=self._settings.pretrain.within_documents)  # fmt: skip
+        text = score_text(engine, windows, self._unigram, heads)
+        pad = special_id(self._words, PAD)
+        true, shuffled = (score_answers(engine, eval_batches(each, **rows, pad_id=pad), self._end) for each in self._answers)
+        asked = self._prompts if chat else []
+        replies = write_replies(engine, asked, self._sampling, max_tokens=self._settings.eval.max_tokens, end_id=self._end)
+        return Scores(text, true, shuffled, self._samples(engine, chat=chat), replies)
+
+    def _samples(self, engine: Engine, *, chat: bool) -> list[Sample]:
+        e, words, separator = self._settings.eval, self._words, special_id(self._words, SEPARATOR)
+        if chat:
+            asked = e.chat_prompts
+            prompts = [render_prompt([{"role": "user", "content": text}], words).tolist() for text in asked]
+        else:
+            asked = e.prompts
+            prompts = [[separator, *words.encode(text).tolist()] for text in asked]
+        written = generate_batch(engine, prompts, self._sampling, max_tokens=e.max_tokens, stop=[self._end, separator])
+        return [Sample(text, words.decode(ids)) for text, ids in zip(asked, written, strict=True)]
+
+    def _short_prompts(self, conversations: Iterable[Messages]) -> list[list[int]]:
+        """The first question of each conversation, where it leaves half of the context to the answer."""
+        questions = [question for question in map(question_of, conversations) if question]
+        prompts = [render_prompt(question, self._words).tolist() for question in spread(questions, 4 * REPLIES)]
+        return [prompt for prompt in prompts if len(prompt) <= self._context // 2]
+
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """At most `count` of the items, evenly from the first to the last."""
+    return [items[place] for place in np.linspace(0, len(items) - 1, min(count, len(items))).astype(int)]
+
+
+def run(
+    settings: Settings,
+    *,
+    tokenizer: Path = Path("data/train_bpe/tokenizer.json"),
+    shards: Path = Path("data/shard"),
+    conversations: Path = Path("data/download/conversations.val.jsonl.zst"),
+    base: Path = Path("data/pretrain/checkpoint"),
+    chat: Path = Path("data/sft/checkpoint"),
+    folder: Path = Path("data/eval"),
+) -> None:
+    """Measures base and chat model.
+
+    Args:
+        settings: eval, numerics and runtime are used, and pretrain.within_documents.
+        tokenizer, shards, conversations, base, chat: what it reads.
+        folder: where it writes metrics.json, heads.csv and report.md.
+
+    Raises:
+        ValueError: what it reads does not belong together, or a figure is not finite.
+    """
+    words = Tokenizer.load(tokenizer)
+    models = {"base": load(base, words.sha256), "chat": load(chat, words.sha256)}
+    context = models["base"].config.context
+    evaluation = Evaluation(settings, words, shards, list(read_conversations(conversations)), context)
+    scores: dict[str, Scores] = {}
+    for name, model in models.items():
+        engine = evaluation.engine(model)
+        print(f"eval: {name} model, {engine.describe()}", flush=True)
+        scores[name] = evaluation.measure(engine, model.config.mtp_heads, chat=name == "chat")
+    figures = {name: rounded(score.figures(), name) for name, score in scores.items()}
+    write_text(folder / "metrics.json", json.dumps({"device": engine.device, **evaluation.counts, **figures}, indent=2) + "\n")
+    rows = [(name, k, head.accuracy, head.loss, head.unigram_loss) for name, score in scores.items()
+            for k, head in enumerate(score.text.heads)]  # fmt: skip
+    write_csv(folder / "heads.csv", ("model", "head", "accuracy", "loss", "unigram_loss"), rows)
+    table = figure_table(figures)
+    write_text(folder / "report.md", write_report(table, scores, evaluation.counts, engine.describe()))
+    print(table + f"\neval: more in {folder / 'report.md'}", flush=True)
+
+
+def rounded(figures: dict[str, Any], where: str) -> dict[str, Any]:
+    """Every figure with 6 significant digits; ValueError where one is not finite, which JSON cannot hold."""
+    found: dict[str, Any] = {}
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            found[name] = rounded(value, f"{where}.{name}")
+        elif not math.isfinite(value):
+            raise ValueError(f"eval: {where}.{name} is {value}: the model's weights or logits are not finite; train it anew")
+        else:
+            found[name] = value if isinstance(value, int) else float(f"{value:.6g}")
+    return found
+
+
+def figure_table(figures: dict[str, dict[str, Any]]) -> str:
+    """A Markdown table: a row a figure, a column a model."""
+    names = dict.fromkeys(name for each in figures.values() for name, value in each.items() if not isinstance(value, dict))
+    lines = ["| | " + " | ".join(figures) + " |", "|---|" + "---:|" * len(figures)]
+    for name in names:
+        cells = ("" if (value := each.get(name)) is None else f"{value:.6g}" for each in figures.values())
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write_report(table: str, scores: dict[str, Scores], counts: dict[str, int], device: str) -> str:
+    """The Markdown report: figures, prediction heads, samples, and on what they were made."""
+    replies = scores["chat"].replies
+    ended = sum(reply.ended for reply in replies)
+    parts = [
+        "# Evaluation\n",
+        table,
+        f"Text: {counts['text_tokens']:,} tokens of {counts['text_bytes']:,} UTF-8 bytes, each once, in windows of the",
+        "context that don't overlap, under head 0; losses are nats a token.\n",
+        f"Answers: {counts['conversations']:,} held-out conversations. answer_loss counts the answers' contents,",
+        "end_of_turn_loss the token that closes each, sft_loss both; for answer_loss_shuffled each answer stands behind",
+        "another conversation's question.\n",
+        f"Replies: {ended} of {len(replies)} answers to held-out questions end by themselves.\n",
+        "## Prediction heads\n",
+        "Head k predicts the token k + 1 ahead; unigram is the loss of the training text's token frequencies.\n",
+        "| model | head | accuracy | loss | unigram |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, score in scores.items():
+        for k, h in enumerate(score.text.heads):
+            parts.append(f"| {name} | {k} | {h.accuracy:.4f} | {h.loss:.4f} | {h.unigram_loss:.4f} |")
+    for name, score in scores.items():
+        parts.append(f"\n## Samples of the {name} model\n")
+        parts += [f"{indented(sample.prompt)}\n\n...\n\n{indented(sample.text)}\n" for sample in score.samples]
+    return "\n".join(parts) + f"\nMade on: {device}\n"
+
+
+def indented(text: str) -> str:
+    """A text as a Markdown block, whatever stands in it."""
+    shown = "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return "\n".join("    " + line for line in shown.split("\n"))
+
+
+def main() -> None:
+    """Runs the stage on params.yaml and the command line's overrides."""
+    stage_main(run)
+
+
+if __name__ == "__main__":
+    main()

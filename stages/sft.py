@@ -1,0 +1,84 @@
+"""The stage sft: the pretrained model becomes a chat model by training on conversations.
+
+The loop is pretraining's; only the start and the batches are others: the base checkpoint's weights with fresh moments, and
+conversations packed into rows, of which the assistant's tokens and its end of turn count. `python -m stages.sft [overrides]`;
+with runtime.plan=true it only prints the memory plan.
+"""
+
+import math
+from itertools import takewhile
+from pathlib import Path
+
+from kernels.engine import Engine
+from kernels.generation import Sampling, generate
+from stages.checkpoint import load
+from stages.conversations import END, PAD, read_conversations, render_all, render_prompt, special_id
+from stages.packing import EvalConversations, SftBatches
+from stages.settings import Settings, stage_main
+from stages.tokenizer import Tokenizer
+from stages.training import Outs, Task, Validation, announce, held_out_nats, run_stage
+
+SAMPLE_TOKENS = 64
+
+
+def run(
+    settings: Settings,
+    *,
+    tokenizer: Path = Path("data/train_bpe/tokenizer.json"),
+    base: Path = Path("data/pretrain/checkpoint"),
+    train: Path = Path("data/download/conversations.train.jsonl.zst"),
+    val: Path = Path("data/download/conversations.val.jsonl.zst"),
+    checkpoint: Path = Path("data/sft/checkpoint"),
+    log: Path = Path("data/sft/log"),
+    curves: Path = Path("data/sft/curves"),
+) -> None:
+    """Trains the base model on the conversations.
+
+    Args:
+        settings: sft, numerics and runtime are used; the model is the checkpoint's.
+        tokenizer, base, train, val: what it reads.
+        checkpoint, log, curves: the folders it writes.
+
+    Raises:
+        ValueError: base model and tokenizer don't belong together, no conversation fits, or training failed.
+        KeyboardInterrupt: Ctrl-C, after the state was saved.
+    """
+    words, training = Tokenizer.load(tokenizer), settings.sft
+    start = load(base, words.sha256)
+    config = start.config
+    engine = Engine(config, settings.numerics, micro_batch=training.micro_batch, device=settings.runtime.device,
+                    threads=settings.runtime.threads, seed=training.seed)  # fmt: skip
+    announce("sft", engine, config)
+    if settings.runtime.plan:
+        return
+    engine.load(start.weights)
+    packing = {"micro_batch": training.micro_batch, "context": config.context, "pad_id": special_id(words, PAD)}
+    learnt, held_out = (render_all(read_conversations(path), words, context=config.context, too_long=training.too_long)
+                        for path in (train, val))  # fmt: skip
+    print(f"training: {learnt.describe()}\nvalidation: {held_out.describe()}", flush=True)
+    batches, windows = SftBatches(learnt, seed=training.seed, **packing), EvalConversations(held_out, **packing)
+    answer_bytes = int(words.token_lengths[held_out.ids[held_out.supervised]].sum())
+    beginnings = (list(takewhile(lambda message: message["role"] != "assistant", one)) for one in read_conversations(val))
+    question = next(filter(None, beginnings), [{"role": "user", "content": "Hello."}])
+    prompt = render_prompt(question, words)[-(config.context // 2) :]  # leaves room for an answer
+
+    def validate() -> Validation:
+        nats, targets = held_out_nats(engine, (windows.batch(index) for index in range(len(windows))))
+        return Validation(nats / targets, nats / math.log(2) / answer_bytes)
+
+    def sample(seed: int) -> str:
+        sampling = Sampling(temperature=0.8, top_k=50, seed=seed)
+        answer = generate(engine, prompt.tolist(), sampling, max_tokens=SAMPLE_TOKENS, stop=[special_id(words, END)])
+        return f"{question[-1]['content']} -> {words.decode(answer)}"
+
+    run_stage("sft", settings, training, engine, config, words.sha256, Task(batches, validate, sample),
+              deps=[tokenizer, base, train, val], outs=Outs(checkpoint, log, curves))  # fmt: skip
+
+
+def main() -> None:
+    """Runs the stage on params.yaml and the command line's overrides."""
+    stage_main(run)
+
+
+if __name__ == "__main__":
+    main()

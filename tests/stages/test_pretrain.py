@@ -1,0 +1,157 @@
+"""The stage pretrain, small and whole: right outs, right figures, the same bytes however often it was stopped."""
+
+import csv
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.config import Numerics
+from kernels.engine import Batch, Engine
+from stages import checkpoint, pretrain
+from stages.batches import PretrainBatches
+from stages.settings import Settings, command_main
+from stages.shard_format import read_shard
+from stages.tokenizer import Tokenizer
+
+Make = Callable[..., Settings]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resume states go to the current folder, or to DVC's root where it is set."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+
+
+def run(corpus: Any, settings: Settings, name: str = "out") -> Path:
+    """Runs the stage into a folder of the current one; returns that."""
+    folder = Path(name)
+    outs = {out: folder / out for out in ("checkpoint", "log", "curves")}
+    pretrain.run(settings, tokenizer=corpus.tokenizer, shards=corpus.shards, **outs)
+    return folder
+
+
+def stopped_at(monkeypatch: pytest.MonkeyPatch, index: int, stop: Callable[[], None]) -> None:
+    """Makes the data call `stop` once, when micro-batch `index` is read."""
+    batch, pending = PretrainBatches.batch, [index]
+
+    def stopping(self: PretrainBatches, asked: int) -> Batch:
+        if pending and asked == pending[0]:
+            pending.clear()
+            stop()
+        return batch(self, asked)
+
+    monkeypatch.setattr(PretrainBatches, "batch", stopping)
+
+
+def kill() -> None:
+    raise SystemExit("killed")
+
+
+def test_stage_writes_model_curves_and_log(corpus: Any, settings_with: Make) -> None:
+    """Would catch an out that is missing or incomplete, a curve without its end, and a model that did not learn."""
+    out = run(corpus, settings_with("pretrain.steps=40", "pretrain.val_every=20"))
+    words = Tokenizer.load(corpus.tokenizer)
+    loaded = checkpoint.load(out / "checkpoint", words.sha256)
+    assert loaded.config == settings_with().model.config(words.vocab_size)
+    with (out / "curves" / "train.csv").open(encoding="utf-8") as file:
+        train = list(csv.DictReader(file))
+    with (out / "curves" / "val.csv").open(encoding="utf-8") as file:
+        val = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in train] == list(range(1, 41)) and [int(row["step"]) for row in val] == [20, 40]
+    assert float(train[-1]["loss"]) < float(train[0]["loss"]) - 0.5
+    assert float(train[0]["loss"]) == pytest.approx(math.log(words.vocab_size), rel=0.1)
+    provenance = json.loads((out / "log" / "provenance.json").read_text(encoding="utf-8"))
+    assert provenance["device"] == "cpu" and provenance["parameters"]["pretrain"]["steps"] == 40 and provenance["seconds"] > 0
+    assert (out / "log" / "samples.txt").read_text(encoding="utf-8").count("=== step") == 4
+
+
+def test_bits_per_byte_are_those_of_every_token(corpus: Any, settings_with: Make) -> None:
+    """Would catch a validation that skips the last window, counts padding, or divides by tokens or characters.
+
+    The sum over other batches of the same windows differs by rounding of the single losses only: 1e-5 of it.
+    """
+    out = run(corpus, settings_with())
+    with (out / "curves" / "val.csv").open(encoding="utf-8") as file:
+        told = float(list(csv.DictReader(file))[-1]["val_bpb"])
+    model = checkpoint.load(out / "checkpoint")
+    engine = Engine(model.config, Numerics(), micro_batch=1, device="cpu", threads=1, training=False)
+    engine.load(model.weights)
+    words, ids = Tokenizer.load(corpus.tokenizer), read_shard(corpus.shards / "val_00000.bin").astype(np.int32)
+    nats = 0.0
+    for start in range(0, len(ids) - 1, model.config.context):
+        row = ids[start : start + model.config.context + 1]
+        document = np.cumsum(row[:-1] == words.special["<|endoftext|>"], dtype=np.int32)
+        ones = np.ones(len(row) - 1, np.float32)
+        nats += float(engine.score(Batch(row[None, :-1], row[None, 1:], document[None], ones[None])).sum(dtype=np.float64))
+    text_bytes = int(words.token_lengths[ids].sum())
+    assert told == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
+
+
+def test_killed_and_resumed_gives_the_same_bytes(corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a checkpoint that shows that the run was stopped, and one that depends on time or folder."""
+    whole = run(corpus, settings_with(), "whole")
+    stopped_at(monkeypatch, 3, kill)
+    monkeypatch.setenv("DVC_ROOT", "elsewhere")
+    with pytest.raises(SystemExit):
+        run(corpus, settings_with(), "parts")
+    parts = run(corpus, settings_with(), "parts")
+    for name in (checkpoint.WEIGHTS, checkpoint.MODEL):
+        assert (whole / "checkpoint" / name).read_bytes() == (parts / "checkpoint" / name).read_bytes()
+    assert (whole / "curves" / "val.csv").read_bytes() == (parts / "curves" / "val.csv").read_bytes()
+    assert json.loads((parts / "log" / "provenance.json").read_text(encoding="utf-8"))["resumed_at"] == [2]
+
+
+def test_only_the_same_work_is_resumed(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a run that goes on from another learning rate's weights, or repeats what is done."""
+    run(corpus, settings_with(), "first")
+    capsys.readouterr()
+    run(corpus, settings_with("runtime.threads=2"), "again")
+    assert "resumed at step 6" in capsys.readouterr().out
+    run(corpus, settings_with("pretrain.lr=0.001"), "other")
+    assert "resumed" not in capsys.readouterr().out
+
+
+def test_ctrl_c_exits_130_and_goes_on(
+    corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch exit code 0 after Ctrl-C, which DVC would take for a finished stage."""
+    stopped_at(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
+
+    def stage(argv: list[str]) -> None:
+        run(corpus, settings_with())
+
+    with pytest.raises(SystemExit) as stopped:
+        command_main(stage)
+    assert stopped.value.code == 130 and not Path("out/checkpoint").exists()
+    run(corpus, settings_with())
+    assert "resumed at step 3" in capsys.readouterr().out
+
+
+def test_plan_is_printed_alone(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a plan that trains, or writes something that DVC would take for a result."""
+    run(corpus, settings_with("runtime.plan=true"))
+    printed = capsys.readouterr().out
+    assert "parameters" in printed and "total" in printed and "step" not in printed
+    assert list(Path().iterdir()) == []
+
+
+def test_validation_smaller_than_a_window_is_refused(corpus: Any, settings_with: Make) -> None:
+    """Would catch a crash or an empty validation after hours of training."""
+    with pytest.raises(ValueError, match=r"split val has \d+ tokens and needs 4097, .*model.context"):
+        run(corpus, settings_with("model.context=4096"))
+
+
+def test_shards_of_another_tokenizer_are_refused(corpus: Any, settings_with: Make, tmp_path: Path) -> None:
+    """Would catch training on ids that mean something else."""
+    special = list(Tokenizer.load(corpus.tokenizer).special)
+    Tokenizer.train(["another text, another vocabulary"], 256 + len(special), special).save(tmp_path / "tokenizer.json")
+    other = type(corpus)(corpus.folder, tmp_path / "tokenizer.json", corpus.shards, corpus.train, corpus.val)
+    with pytest.raises(ValueError, match=r"index\.json: expected shards of tokenizer"):
+        run(other, settings_with())

@@ -1,0 +1,110 @@
+"""The stage sft, small and whole: it starts from the base model and learns the answers alone."""
+
+import csv
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.config import Numerics
+from kernels.engine import Batch, Engine
+from stages import checkpoint, pretrain, sft
+from stages.conversations import read_conversations, render
+from stages.settings import Settings
+from stages.tokenizer import Tokenizer
+
+Make = Callable[..., Settings]
+
+
+@pytest.fixture(scope="module")
+def base(corpus: Any, settings_with: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model's checkpoint."""
+    folder = tmp_path_factory.mktemp("base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("DVC_ROOT", raising=False)
+        outs = {out: folder / out for out in ("checkpoint", "log", "curves")}
+        pretrain.run(settings_with(), tokenizer=corpus.tokenizer, shards=corpus.shards, **outs)
+    return folder / "checkpoint"
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resume states go to the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+
+
+def run(corpus: Any, base: Path, settings: Settings, name: str = "out", **paths: Path) -> Path:
+    """Runs the stage into a folder of the current one; returns that."""
+    folder = Path(name)
+    outs = {out: folder / out for out in ("checkpoint", "log", "curves")}
+    given = {"tokenizer": corpus.tokenizer, "base": base, "train": corpus.train, "val": corpus.val, **outs, **paths}
+    sft.run(settings, **given)
+    return folder
+
+
+def curve(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_starts_from_the_base_model_and_learns(corpus: Any, base: Path, settings_with: Make) -> None:
+    """Would catch fresh weights in place of the base model's, and answers that are not learnt."""
+    out = run(corpus, base, settings_with("sft.steps=40", "sft.lr=0.01", "sft.val_every=40"))
+    before, after = checkpoint.load(base), checkpoint.load(out / "checkpoint")
+    assert after.config == before.config and after.tokenizer_sha256 == before.tokenizer_sha256
+    train = curve(out / "curves" / "train.csv")
+    assert float(train[-1]["loss"]) < float(train[0]["loss"]) / 2
+    still = run(corpus, base, settings_with("sft.lr=1e-12", "sft.min_lr=0"), "still")
+    for name, array in checkpoint.load(still / "checkpoint").weights.items():
+        assert np.allclose(array, before.weights[name], rtol=0, atol=1e-9), name
+    assert "Who " in (out / "log" / "samples.txt").read_text(encoding="utf-8")
+
+
+def test_validation_is_the_loss_of_the_held_out_answers(corpus: Any, base: Path, settings_with: Make) -> None:
+    """Would catch questions or padding in the loss, a conversation lost in packing, or attention across conversations.
+
+    Each conversation alone in its row gives the packed figure but for rounding: 1e-5 of it.
+    """
+    out = run(corpus, base, settings_with())
+    told = curve(out / "curves" / "val.csv")[-1]
+    model, words = checkpoint.load(out / "checkpoint"), Tokenizer.load(corpus.tokenizer)
+    engine = Engine(model.config, Numerics(), micro_batch=1, device="cpu", threads=1, training=False)
+    engine.load(model.weights)
+    nats, targets, answer_bytes = 0.0, 0.0, 0
+    for messages in read_conversations(corpus.val):
+        ids, weight = render(messages, words)
+        batch = Batch(ids[None, :-1], ids[None, 1:], np.zeros((1, len(ids) - 1), np.int32), weight[None, 1:])
+        nats += float(np.sum(engine.score(batch) * batch.loss_weight, dtype=np.float64))
+        targets += float(weight.sum())
+        answer_bytes += len(messages[1]["content"].encode())
+    assert float(told["val_loss"]) == pytest.approx(nats / targets, rel=1e-5)
+    assert float(told["val_bpb"]) == pytest.approx(nats / math.log(2) / answer_bytes, rel=1e-5)
+
+
+def test_the_same_run_gives_the_same_bytes(
+    corpus: Any, base: Path, settings_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch an order of conversations, or of sums, that changes from run to run."""
+    first = run(corpus, base, settings_with(), "first")
+    monkeypatch.setenv("DVC_ROOT", "elsewhere")  # so that nothing is resumed
+    second = run(corpus, base, settings_with(), "second")
+    assert (first / "checkpoint" / checkpoint.WEIGHTS).read_bytes() == (second / "checkpoint" / checkpoint.WEIGHTS).read_bytes()
+
+
+def test_a_base_model_of_another_tokenizer_is_refused(corpus: Any, base: Path, settings_with: Make, tmp_path: Path) -> None:
+    """Would catch a chat model trained on ids that mean something else."""
+    special = list(Tokenizer.load(corpus.tokenizer).special)
+    Tokenizer.train(["another text, another vocabulary"], 256 + len(special), special).save(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="checkpoint: trained with the tokenizer"):
+        run(corpus, base, settings_with(), tokenizer=tmp_path / "tokenizer.json")
+
+
+def test_plan_is_printed_alone(corpus: Any, base: Path, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a plan that trains."""
+    run(corpus, base, settings_with("runtime.plan=true"))
+    assert "total" in capsys.readouterr().out and list(Path().iterdir()) == []
