@@ -5,6 +5,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -59,6 +60,12 @@ def tracked() -> list[str]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True).stdout
     return sorted({name for name in listed.splitlines() if (ROOT / name).is_file()})
+
+
+def outs(spec: dict[str, Any]) -> list[str]:
+    """The paths that a stage writes."""
+    entries = [entry for kind in ("outs", "metrics", "plots") for entry in spec.get(kind, [])]
+    return [entry if isinstance(entry, str) else next(iter(entry)) for entry in entries]
 
 
 def tree(name: str) -> ast.Module:
@@ -181,9 +188,16 @@ def test_data_flows_one_way() -> None:
         new = set(outs(spec))
         assert not new & written
         written |= new
-    tops = [DVC["metrics"], [y for plot in DVC["plots"] for y in next(iter(plot.values()))["y"]]]
-    for path in [*tops[0], *tops[1], *(artifact["path"] for artifact in DVC["artifacts"].values())]:
+    plotted = [path for plot in DVC["plots"] for path in next(iter(plot.values()))["y"]]
+    for path in [*plotted, *(artifact["path"] for artifact in DVC["artifacts"].values())]:
         assert any(path == out or path.startswith(f"{out}/") for out in written), path
+
+
+# An uncached entry of `outs` turns off the run cache of its whole stage: going back to earlier parameters would train anew.
+def test_uncached_outs_are_metrics_or_plots() -> None:
+    for stage, spec in DVC["stages"].items():
+        for out in spec["outs"]:
+            assert isinstance(out, str) or "cache" not in next(iter(out.values())), stage
 
 
 # A section that a stage uses but does not track changes its result behind DVC's back; one that it tracks but does not use
@@ -259,8 +273,3 @@ def test_lock_has_every_dependency() -> None:
     locked = {line.split("==")[0] for line in lines if not line.startswith("#")}
     assert {re.split(r"[<>=;\[ ]", want)[0].lower() for want in wanted} <= locked
     assert all(re.match(r"#|[a-z0-9-]+==[^ ]+( ; .*)?$", line) for line in lines)
-
-
-def outs(spec: dict) -> list[str]:
-    """The paths of a stage's outs."""
-    return [out if isinstance(out, str) else next(iter(out)) for out in spec["outs"]]
