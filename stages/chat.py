@@ -1,0 +1,222 @@
+"""The command chat: a conversation with the chat model.
+
+    python -m stages.chat                      asks for messages; from a pipe, takes each line as one
+    python -m stages.chat --prompt "Hello"     prints the answer, and nothing else
+
+Ctrl-C stops the answer, Ctrl-D leaves, /help lists what can be set. Answers go to standard output, all else to standard
+error. What the model reads, conversation and answer, has to fit its context: where too little room is left for an answer,
+the oldest turns are left out, a question and its answer at a time, and a line says so; an answer ends where the context does.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from io import TextIOWrapper
+from typing import Any, Literal
+
+from kernels.engine import Engine
+from kernels.generation import Sampling, generate
+from stages.conversations import END, render_prompt, special_id
+from stages.generate import at_least_one, banner, command_parser, open_model, sampling_of, show
+from stages.settings import command_main
+from stages.tokenizer import Tokenizer, Utf8Stream
+
+HELP = """\
+/temperature X   0 takes the likeliest token, higher is bolder
+/top_k K         draws among the K likeliest tokens, 0 is off
+/top_p P         draws among the likeliest tokens with a share P of the probability, 1 is off
+/seed N          the same messages after the same seed get the same answers
+/max_tokens N    most tokens of an answer
+/show            the settings, and how full the context is
+/reset           begins a new conversation
+/exit            leaves, as does Ctrl-D; Ctrl-C stops an answer"""
+
+WHOLE = ("top_k", "seed", "max_tokens")  # the settings that are integers
+SETTINGS = ("temperature", "top_p", *WHOLE)
+
+# What ended an answer: the model itself, Ctrl-C, max_tokens, or the context.
+Ending = Literal["model", "interrupt", "max_tokens", "context"]
+
+
+class Chat:
+    """One conversation and how it is answered.
+
+    Args:
+        engine, words: the model and its tokenizer.
+        sampling: how tokens are drawn; the seed counts up by one an answer.
+        max_tokens: of an answer.
+    """
+
+    def __init__(self, engine: Engine, words: Tokenizer, sampling: Sampling, max_tokens: int) -> None:
+        self._engine, self._words = engine, words
+        self.sampling, self.max_tokens = sampling, max_tokens
+        self.messages: list[dict[str, str]] = []
+        self._answers = 0
+        self._end = special_id(words, END)
+        # Typed text never holds a special token; what the model writes must not either.
+        self._banned = set(words.special.values()) - {self._end}
+
+    def reset(self) -> None:
+        """Begin a new conversation; with the same seed the same messages get the same answers again."""
+        self.messages, self._answers = [], 0
+
+    def fit(self, text: str) -> tuple[list[dict[str, str]], int]:
+        """The conversation with a new question, without its oldest turns where the context is too small.
+
+        They are left out until the context has room for an answer of max_tokens or half a context; the question itself stays,
+        also where it leaves less.
+
+        Returns:
+            the messages to answer, and how many turns were left out.
+
+        Raises:
+            ValueError: the question leaves no room at all.
+        """
+        context = self._engine.config.context
+        messages = [*self.messages, {"role": "user", "content": text}]
+        room = min(self.max_tokens, context // 2)
+        dropped = 0
+        while len(messages) > 1 and self._length(messages) > context - room:
+            messages, dropped = messages[2:], dropped + 1
+        if (length := self._length(messages)) >= context:
+            raise ValueError(f"this message takes {length} tokens of the {context} that the model reads; shorten it")
+        return messages, dropped
+
+    def answer(self, messages: list[dict[str, str]], write: Callable[[str], None]) -> Ending:
+        """Answer what `fit` returned, in whole characters as they come; the conversation is then that and the answer."""
+        prompt, stream = render_prompt(messages, self._words).tolist(), Utf8Stream(self._words)
+        limit = min(self.max_tokens, self._engine.config.context - len(prompt))
+        sampling = replace(self.sampling, seed=self.sampling.seed + self._answers)
+        ids: list[int] = []
+        try:
+            for token in generate(self._engine, prompt, sampling, max_tokens=limit, stop=[self._end], banned=self._banned):
+                ids.append(token)
+                write(stream.feed([token]))
+            write(stream.flush())
+        except KeyboardInterrupt:
+            return "interrupt"
+        finally:
+            self.messages = [*messages, {"role": "assistant", "content": self._words.decode(ids)}]
+            self._answers += 1
+        if len(ids) < limit:
+            return "model"
+        return "max_tokens" if limit == self.max_tokens else "context"
+
+    def set(self, name: str, value: str) -> None:
+        """Change a setting; ValueError where the value is not one of its."""
+        try:
+            number = int(value) if name in WHOLE else float(value)
+        except ValueError:
+            raise ValueError(f"{name}: expected a {'whole ' * (name in WHOLE)}number, got {value!r}") from None
+        if name == "max_tokens":
+            self.max_tokens = at_least_one(name, int(number))
+            return
+        changed: dict[str, Any] = {name: number}
+        self.sampling = replace(self.sampling, **changed)
+        if name == "seed":
+            self._answers = 0
+
+    def describe(self) -> str:
+        """The settings, and how full the context is, in a line."""
+        s, turns = self.sampling, len(self.messages) // 2
+        used = self._length(self.messages) if self.messages else 0
+        return (
+            f"temperature {s.temperature:g}, top_k {s.top_k}, top_p {s.top_p:g}, seed {s.seed}, max_tokens {self.max_tokens}; "
+            f"{turns} turns, {used} of {self._engine.config.context} tokens"
+        )
+
+    def _length(self, messages: list[dict[str, str]]) -> int:
+        return len(render_prompt(messages, self._words))
+
+
+def obey(chat: Chat, command: str) -> str:
+    """Carries out a /command other than /exit; returns what to tell the user. ValueError where it is not one."""
+    name, _, value = command.removeprefix("/").partition(" ")
+    if name in SETTINGS:
+        chat.set(name, value.strip())
+    elif name == "reset":
+        chat.reset()
+        return "a new conversation"
+    elif name == "help":
+        return HELP
+    elif name != "show":
+        raise ValueError(f"/{name}: no such command; /help lists them")
+    return chat.describe()
+
+
+def tell(text: str) -> None:
+    """A line for the user that is no part of an answer."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def reply(chat: Chat, text: str) -> Ending:
+    """One question and its answer, with the lines that say what was left out or cut."""
+    messages, dropped = chat.fit(text)
+    if dropped:
+        tell(f"(the context is full: the oldest {dropped} turn{'s' * (dropped > 1)} left out)")
+    ending = chat.answer(messages, show)
+    show("\n")
+    if ending != "model":
+        reasons = {
+            "interrupt": "stopped",
+            "max_tokens": f"cut after {chat.max_tokens} tokens; /max_tokens allows more",
+            "context": "cut: the context is full",
+        }
+        tell(f"({reasons[ending]})")
+    return ending
+
+
+def converse(chat: Chat) -> None:
+    """Reads messages and commands until the input ends or /exit; Ctrl-C stops what is under way, never the program."""
+    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+            if line == "/exit":
+                return
+            if line.startswith("/"):
+                tell(obey(chat, line))
+            elif line:
+                reply(chat, line)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            tell("\n(/exit or Ctrl-D leaves)")
+        except ValueError as error:
+            tell(f"error: {error}")
+
+
+def run(argv: list[str]) -> None:
+    """One answer where the command line gives a prompt, else a conversation.
+
+    Raises:
+        ValueError: an argument is out of its range, the model can't be had, or the prompt doesn't fit it.
+        KeyboardInterrupt: Ctrl-C while the only answer was written.
+    """
+    parser = command_parser("chat", __doc__ or "", model="sft")
+    parser.add_argument("--prompt", help="the one message to answer")
+    args = parser.parse_args(argv)
+    sampling, max_tokens = sampling_of(args), at_least_one("max_tokens", args.max_tokens)
+    engine, words = open_model(args.model, args.tokenizer)
+    chat = Chat(engine, words, sampling, max_tokens)
+    if args.prompt is not None:
+        if reply(chat, args.prompt) == "interrupt":
+            raise KeyboardInterrupt
+        return
+    if isinstance(sys.stdin, TextIOWrapper):
+        # A byte that is not UTF-8 is one odd character, not the end; pipes on Windows have another default encoding.
+        sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8", errors="replace")
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives input() its history and line editing; Windows' console has its own
+    tell(f"{banner(args.model, engine, sampling)}\n/help lists the commands")
+    converse(chat)
+
+
+def main() -> None:
+    """Runs the command; what its user can repair is one line on standard error."""
+    command_main(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The command generate: a model goes on with a text.
+
+    python -m stages.generate --prompt "ROMEO:"
+    python -m stages.generate --prompt - < text.txt
+
+Prints the prompt and what the model writes after it, as it is written, on standard output; what it runs on goes to standard
+error. A text ends where the model begins another document, or after --max-tokens tokens. When the context is full, the model
+goes on from its last half.
+"""
+
+import secrets
+import sys
+import unicodedata
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from dataclasses import replace
+from pathlib import Path
+
+from kernels.config import Numerics
+from kernels.engine import Engine
+from kernels.generation import Sampling, generate
+from stages.checkpoint import MODEL, load
+from stages.conversations import special_id
+from stages.settings import command_main
+from stages.tokenizer import Tokenizer, Utf8Stream
+
+SEPARATOR = "<|endoftext|>"  # starts each document
+TRAINED = ("pretrain", "sft")  # the stages that write data/<stage>/checkpoint
+
+
+def command_parser(name: str, description: str, model: str) -> ArgumentParser:
+    """The arguments that chat and generate share; `model` is the default of --model."""
+    # RawDescriptionHelpFormatter keeps the examples' lines.
+    parser = ArgumentParser(f"python -m stages.{name}", description=description, formatter_class=RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default=model, help=f"pretrain (base), sft (chat) or a checkpoint's folder; default {model}")
+    add("--tokenizer", type=Path, default=Path("data/train_bpe/tokenizer.json"), help="the tokenizer.json it was trained with")
+    add("--max-tokens", type=int, default=200, metavar="N", help="most tokens written, default 200")
+    add("--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token; default 0.8")
+    add("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest tokens, 0 is off; default 50")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest with a share P, 1 is off; default 1")
+    add("--seed", type=int, help="repeats a run; drawn anew where it is not given")
+    return parser
+
+
+def at_least_one(name: str, value: int) -> int:
+    """The value of a setting; ValueError where it is below 1."""
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value
+
+
+def sampling_of(args: Namespace) -> Sampling:
+    """The sampling settings of the command line; ValueError where one is out of its range."""
+    seed = secrets.randbits(31) if args.seed is None else args.seed
+    return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=seed)
+
+
+def open_model(model: str, tokenizer: Path) -> tuple[Engine, Tokenizer]:
+    """A trained model, ready to write.
+
+    Args:
+        model: the stage that made it, or its checkpoint's folder.
+        tokenizer: the tokenizer.json that it was trained with.
+
+    Raises:
+        ValueError: a file is missing or damaged, or the two don't belong together.
+    """
+    folder = Path("data", model, "checkpoint") if model in TRAINED else Path(model)
+    for path, option in ((tokenizer, "--tokenizer"), (folder / MODEL, "--model")):
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file; `make repro` trains the models, and {option} names another place")
+    words = Tokenizer.load(tokenizer)
+    checkpoint = load(folder, words.sha256)
+    engine = Engine(checkpoint.config, Numerics(), micro_batch=1, training=False)
+    engine.load(checkpoint.weights)
+    return engine, words
+
+
+def banner(model: str, engine: Engine, sampling: Sampling) -> str:
+    """A line: what writes, on what, and the seed that repeats it."""
+    return f"{model} model, context {engine.config.context}; {engine.describe()}; seed {sampling.seed}"
+
+
+def show(text: str) -> None:
+    """Writes text at once; on a terminal without control characters, which an untrained model writes as well as others."""
+    if sys.stdout.isatty():
+        text = "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    print(text, end="", flush=True)
+
+
+def run(argv: list[str]) -> None:
+    """Goes on with the prompt that the command line gives.
+
+    Raises:
+        ValueError: an argument is out of its range, or the model can't be had.
+    """
+    parser = command_parser("generate", __doc__ or "", model="pretrain")
+    parser.add_argument("--prompt", default="", help="the text to go on with, - reads it from standard input; default none")
+    parser.add_argument("--count", type=int, default=1, metavar="N", help="texts written, seeds counted up from --seed")
+    args = parser.parse_args(argv)
+    sampling, count = sampling_of(args), at_least_one("count", args.count)
+    max_tokens = at_least_one("max_tokens", args.max_tokens)
+    engine, words = open_model(args.model, args.tokenizer)
+    print(banner(args.model, engine, sampling), file=sys.stderr)
+    text = words.encode(sys.stdin.buffer.read() if args.prompt == "-" else args.prompt).tolist()
+    prompt = [special_id(words, SEPARATOR), *text]
+    stop = set(words.special.values())  # the next document of a base model, the end of turn of a chat model
+    for number in range(count):
+        show("-" * 40 + "\n" if number else "")
+        show(words.decode(prompt))
+        stream, drawn = Utf8Stream(words), replace(sampling, seed=sampling.seed + number)
+        for token in generate(engine, prompt, drawn, max_tokens=max_tokens, stop=stop):
+            show(stream.feed([token]))
+        show(stream.flush() + "\n")
+
+
+def main() -> None:
+    """Runs the command; what its user can repair is one line on standard error."""
+    command_main(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A tokenizer without merges, an engine that says what a test tells it to, and a tiny trained model on disk."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kernels.config import ModelConfig, Numerics
+from kernels.engine import Engine
+from stages.checkpoint import save
+from stages.tokenizer import Tokenizer
+from stages.tokenizer_file import BYTE_ORDER, Vocabulary
+
+SPECIAL = ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+WORDS = Tokenizer(Vocabulary([bytes([byte]) for byte in BYTE_ORDER], [], {}).with_special(SPECIAL, "test"))
+END = WORDS.special["<|end|>"]
+CTRL_C = -1  # in a script: the user presses it while this token is computed
+
+
+def ids(text: str) -> list[int]:
+    """The ids of a text, one a byte."""
+    return WORDS.encode(text).tolist()
+
+
+@dataclass
+class ScriptCache:
+    """As kernels.model.Cache, for an engine that keeps nothing."""
+
+    def truncate(self, length: int) -> None:
+        """Nothing is kept."""
+
+
+@dataclass
+class ScriptedEngine:
+    """Each cache begins the next of `answers`, whose ids are the likeliest one after the other.
+
+    The first tokens each answer was asked with are in `prompts`.
+    """
+
+    context: int
+    answers: list[list[int]]
+    prompts: list[list[int]] = field(default_factory=list)
+    micro_batch: int = 1
+
+    def __post_init__(self) -> None:
+        self.config = ModelConfig(WORDS.vocab_size, 1, 1, 1, 4, 4, self.context)
+        self._rest: list[int] = []
+        self._begins = False
+
+    def cache(self, batch: int) -> ScriptCache:
+        """Begins the next answer."""
+        assert batch == 1
+        self._rest, self._begins = list(self.answers.pop(0)), True
+        return ScriptCache()
+
+    def decode(self, tokens: np.ndarray, cache: ScriptCache) -> np.ndarray:
+        """Logits whose largest is the script's next id."""
+        if self._begins:
+            self.prompts.append(tokens[0].tolist())
+        self._begins = False
+        token = self._rest.pop(0)
+        if token == CTRL_C:
+            raise KeyboardInterrupt
+        logits = np.zeros((1, WORDS.vocab_size), np.float32)
+        logits[0, token] = 1
+        return logits
+
+    def describe(self) -> str:
+        """As Engine.describe."""
+        return "scripted"
+
+
+def write_model(root: Path, *, context: int = 32) -> None:
+    """An untrained model as base and chat checkpoint, and its tokenizer, where the pipeline has them below `root`."""
+    config = ModelConfig(WORDS.vocab_size, 1, 2, 1, 8, 8, context)
+    weights = Engine(config, Numerics(), micro_batch=1, seed=1, training=False).weights()
+    WORDS.save(root / "data/train_bpe/tokenizer.json")
+    for stage in ("pretrain", "sft"):
+        save(root / "data" / stage / "checkpoint", weights, config, WORDS.sha256)

@@ -1,0 +1,161 @@
+"""The command generate: what it prints, where a text ends, and what it says when something is missing."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages import generate
+from tests.stages.scripted_engine import CTRL_C, WORDS, ScriptedEngine, ids, write_model
+
+SEPARATOR = WORDS.special["<|endoftext|>"]
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which the pipeline has run, the current one."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path)
+    return tmp_path
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *answers: list[int], context: int = 64) -> ScriptedEngine:
+    """The command with an engine that writes these ids."""
+    engine = ScriptedEngine(context, list(answers))
+    monkeypatch.setattr(generate, "open_model", lambda model, tokenizer: (engine, WORDS))
+    return engine
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
+    """The exit code of the command."""
+    monkeypatch.setattr(sys, "argv", ["generate", *argv])
+    try:
+        generate.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+# A base model knows texts only from the separator on; the prompt belongs to the text that is printed, and a special token
+# ends it without being shown.
+def test_goes_on_with_the_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = scripted(monkeypatch, [*ids("MEO"), SEPARATOR])
+    generate.run(["--prompt", "RO", "--temperature", "0"])
+    assert engine.prompts == [[SEPARATOR, *ids("RO")]]
+    assert capsys.readouterr().out == "ROMEO\n"
+
+
+# Typed special tokens must stay text, or a prompt could end its own document.
+def test_special_tokens_in_the_prompt_are_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = scripted(monkeypatch, [SEPARATOR])
+    generate.run(["--prompt", "<|end|>{x}%s", "--temperature", "0"])
+    assert engine.prompts[0][1:] == [WORDS.encode(letter)[0] for letter in "<|end|>{x}%s"]
+    assert capsys.readouterr().out == "<|end|>{x}%s\n"
+
+
+# A prompt from a pipe is bytes: decoded with the locale's encoding, or stripped of its last newline, it is another one.
+def test_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted(monkeypatch, [SEPARATOR])
+    piped = b"\xc3\xa9\xff line\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped), encoding="ascii"))
+    generate.run(["--prompt", "-", "--temperature", "0"])
+    assert engine.prompts == [[SEPARATOR, *WORDS.encode(piped).tolist()]]
+
+
+# Bytes of one character come in several tokens; half of one printed early is garbage on the screen.
+def test_streams_whole_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(generate, "show", shown.append)
+    scripted(monkeypatch, [*ids("a\u20ac\U0001f600"), ids("\u20ac")[0], SEPARATOR])
+    generate.run(["--temperature", "0"])
+    assert [text for text in shown if text] == ["a", "\u20ac", "\U0001f600", "\ufffd\n"]
+
+
+# Without --count's own seeds all texts are one; with another seed the same call must give others, with the same one the same.
+def test_seeds(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def texts(*argv: str) -> list[str]:
+        generate.run(["--max-tokens", "12", *argv])
+        return capsys.readouterr().out.split("\n" + "-" * 40 + "\n")
+
+    three = texts("--seed", "5", "--count", "3")
+    assert len(set(three)) == 3
+    assert three == texts("--seed", "5", "--count", "3")
+    assert texts("--seed", "6")[0].rstrip("\n") == three[1]
+    assert texts() != texts()
+
+
+# The printed seed is what repeats a text whose seed was not given.
+def test_banner_tells_model_and_seed(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generate.run(["--max-tokens", "9"])
+    first = capsys.readouterr()
+    assert first.err.startswith("pretrain model, context 32; CPU")
+    assert "parameters" in first.err
+    generate.run(["--max-tokens", "9", "--seed", first.err.split()[-1], "--model", "data/pretrain/checkpoint"])
+    assert capsys.readouterr().out == first.out
+
+
+# Longer than the context: the command must go on, as it says.
+def test_goes_on_beyond_the_context(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "abcdefghij" * 5
+    scripted(monkeypatch, [*ids(text), SEPARATOR], context=16)
+    generate.run(["--temperature", "0"])
+    assert capsys.readouterr().out == text + "\n"
+
+
+# What a user meets first is a missing model: the message has to say what makes it, in one line and without a traceback.
+@pytest.mark.parametrize("missing", ["data/train_bpe/tokenizer.json", "data/sft/checkpoint/model.json"])
+def test_missing_file_is_one_line(
+    trained: Path, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trained / missing).unlink()
+    assert run_main(monkeypatch, "--model", "sft") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert printed.err.startswith("error: ")
+    assert Path(missing).name in printed.err
+    assert "make repro" in printed.err
+
+
+# A tokenizer of another run gives fluent nonsense; it has to be refused.
+def test_other_tokenizer_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = trained / "data/pretrain/checkpoint/model.json"
+    model: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**model, "tokenizer_sha256": "0" * 64}), encoding="utf-8")
+    assert run_main(monkeypatch) == 1
+    assert "tokenizer" in capsys.readouterr().err
+
+
+# A bad value must be named before the model is loaded, which takes long for a large one.
+@pytest.mark.parametrize(
+    ("option", "value", "name"),
+    [("--temperature", "-1", "temperature"), ("--top-p", "0", "top_p"), ("--count", "0", "count"),
+     ("--max-tokens", "0", "max_tokens")],
+)  # fmt: skip
+def test_arguments_are_validated(
+    option: str, value: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "open_model", None)
+    assert run_main(monkeypatch, option, value) == 1
+    assert capsys.readouterr().err.startswith(f"error: {name}: expected ")
+
+
+# Ctrl-C ends the command as a shell expects it, without a traceback.
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    scripted(monkeypatch, [*ids("ab"), CTRL_C])
+    assert run_main(monkeypatch, "--temperature", "0") == 130
+    assert capsys.readouterr().out == "ab"
+
+
+# An untrained model writes escape sequences as often as letters; on a terminal they would clear it or worse. Redirected
+# output has to stay what was written.
+def test_control_characters_stay_off_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "a\x1b[2J\r\x9b\tb\n\u200d"
+    generate.show(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    generate.show(text)
+    assert capsys.readouterr().out == "a\ufffd[2J\ufffd\ufffd\tb\n\u200d"
