@@ -127,17 +127,17 @@ class Engine:
         if numerics.precision != "fp32":
             raise ValueError(f"numerics.precision: the CPU computes in fp32, got {numerics.precision}; set it to fp32")
         self.config, self.micro_batch, self.training, self.device = config, micro_batch, training, "cpu"
-        self._ops = CpuOps(dtype, threads)
+        self.ops = CpuOps(dtype, threads)
         self._table = parameter_table(config)
-        size, held = flat_size(self._table), self._ops.dtype
+        size, held = flat_size(self._table), self.ops.dtype
         rows = micro_batch * config.context
         self._plan = parameter_plan(size, training=training, dtype=held)
         self._plan += activation_plan(config, numerics, rows, training=training, dtype=held)
-        arena = Arena(self._plan, self._ops.allocate)
+        arena = Arena(self._plan, self.ops.allocate)
         self._flat = {name: arena.view(name, (size,)) for name in (b.name for b in parameter_plan(size, training=training, dtype=held))}
         grads = named(self._flat["gradients"], self._table) if training else {}
         self._weights = named(self._flat["parameters"], self._table)
-        self._model = Transformer(config, numerics, self._ops, self._weights, grads, arena)
+        self._model = Transformer(config, numerics, self.ops, self._weights, grads, arena)
         self._arena, self._grads, self._decays = arena, grads, decay_runs(self._table)
         self._step, self._nll_sums = np.zeros((), np.int64), np.zeros(config.mtp_heads)
         self.load(initial_weights(config, seed))
@@ -145,7 +145,7 @@ class Engine:
     def describe(self) -> str:
         """What was chosen, in a line."""
         count = sum(p.size for p in self._table)
-        return f"{self._ops.describe()}; {count:,} parameters"
+        return f"{self.ops.describe()}; {count:,} parameters"
 
     def plan_report(self) -> str:
         """The memory plan, a line a kind."""
@@ -190,13 +190,17 @@ class Engine:
         dnorm = norm
         for k in range(self.config.mtp_heads):
             logits = self._model.head_logits(k, norm)
-            scaled = (weight[k].reshape(-1) * head_scale[k]).astype(self._ops.dtype)
-            self._ops.cross_entropy_backward(
+            scaled = (weight[k].reshape(-1) * head_scale[k]).astype(self.ops.dtype)
+            self.ops.cross_entropy_backward(
                 logits, nll, targets[k].reshape(-1), scaled, vocab_size=self.config.vocab_size
             )
-            self._ops.weighted_sum_forward(self._nll_sums[k : k + 1].reshape(()), nll, weight[k].reshape(-1))
+            self.ops.weighted_sum_forward(self._nll_sums[k : k + 1].reshape(()), nll, weight[k].reshape(-1))
             dnorm = self._model.head_backward(k, logits, norm)
         self._model.backward(dnorm, batch.tokens, start)
+
+    def use_ops(self, ops: Any) -> None:
+        """Compute with other operations from now on, as a benchmark that times each does."""
+        self.ops = self._model.ops = ops
 
     def reduce(self) -> None:
         """Sum gradients and losses over all ranks; one device has nothing to sum."""
@@ -206,8 +210,8 @@ class Engine:
         self._step += 1
         norm = np.empty((), np.float64)
         grads, o = self._flat["gradients"], optimizer
-        self._ops.grad_norm(norm, grads)
-        self._ops.adamw(
+        self.ops.grad_norm(norm, grads)
+        self.ops.adamw(
             self._flat["parameters"],
             self._flat["exp_avg"],
             self._flat["exp_avg_sq"],
@@ -239,9 +243,9 @@ class Engine:
     def _evaluate(self, batch: Batch, targets: Array, weight: Array) -> Evaluation:
         norm = self._model.forward(batch.tokens, self._start(batch))
         correct = np.empty(targets.shape, np.bool_)
-        nll = np.empty(targets.shape, self._ops.dtype)
+        nll = np.empty(targets.shape, self.ops.dtype)
         for k in range(len(targets)):
-            self._ops.cross_entropy_forward(
+            self.ops.cross_entropy_forward(
                 nll[k].reshape(-1),
                 correct[k].reshape(-1),
                 self._model.head_logits(k, norm),
@@ -254,7 +258,7 @@ class Engine:
         """An empty cache for `batch` sequences of up to `context` tokens."""
         c = self.config
         shape = (c.layers, batch, c.context, c.kv_heads, c.head_dim)
-        return Cache(np.zeros(shape, self._ops.dtype), np.zeros(shape, self._ops.dtype))
+        return Cache(np.zeros(shape, self.ops.dtype), np.zeros(shape, self.ops.dtype))
 
     def decode(self, tokens: NDArray[np.int32], cache: Cache) -> NDArray[np.float32]:
         """Append tokens (B, n) to the cache; return head 0's logits (B, V) after the last of them.

@@ -1,0 +1,166 @@
+"""Measures this engine: a line of JSON a measurement, the fields named as in other engines' benchmarks.
+
+    python -m kernels.bench train  --model euler_1m --batch 32 --seq 128      a whole update: ms, tokens/s, TFLOP/s
+    python -m kernels.bench decode --model euler_1m                           one token at batch 1 over the KV cache
+    python -m kernels.bench ops    --model euler_1m --batch 32 --seq 128      the update by operation, beside its floor
+
+Times are medians over --steps timed steps after --warmup; tokens are random, drawn anew for each step.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from kernels.config import ModelConfig, Numerics
+from kernels.engine import AdamW, Batch, Engine, head_weight_sums
+
+EULER: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "mtp_heads": 4}
+GPT2: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}
+MODELS = {
+    "euler_1m": ModelConfig(512, 4, 4, 2, 128, 344, 128, **EULER),
+    "euler_10m": ModelConfig(1024, 6, 6, 2, 384, 1024, 256, **EULER),
+    "euler_116m": ModelConfig(4096, 16, 12, 4, 768, 2048, 512, **EULER),
+    "gpt2_124m": ModelConfig(50257, 12, 12, 12, 768, 3072, 1024, **GPT2),
+}
+
+
+def matmul_flops_per_token(c: ModelConfig, length: int) -> int:
+    """FLOPs of forward and backward a token: 6 x the weights used in products, and attention's causal half."""
+    qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
+    block = c.dim * (qkv + c.dim + c.ffn * (3 if c.mlp == "swiglu" else 2))
+    return 6 * (c.layers * block + c.vocab_size * c.dim * c.mtp_heads) + 6 * c.layers * length * c.dim
+
+
+def random_batch(rng: np.random.Generator, config: ModelConfig, rows: int, length: int) -> Batch:
+    """Uniform tokens, one document a row, every target counted."""
+    tokens = rng.integers(config.vocab_size, size=(rows, length + 1), dtype=np.int32)
+    inp, targets = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+    return Batch(inp, targets, np.zeros((rows, length), np.int32), np.ones((rows, length), np.float32))
+
+
+def train_step(engine: Engine, batch: Batch) -> float:
+    """One update with every head weighted equally; returns its seconds."""
+    heads = engine.config.mtp_heads
+    begin = time.perf_counter()
+    engine.micro_step(batch, 1 / heads / head_weight_sums(batch, heads))
+    engine.reduce()
+    engine.update(AdamW(), 3e-4)
+    return time.perf_counter() - begin
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """The median update."""
+    config, rng = MODELS[args.model], np.random.default_rng(0)
+    engine = Engine(config, Numerics(), micro_batch=args.batch, threads=args.threads)
+    times = [train_step(engine, random_batch(rng, config, args.batch, args.seq)) for _ in range(args.warmup + args.steps)]
+    seconds = statistics.median(times[args.warmup :])
+    tokens_per_s = args.batch * args.seq / seconds
+    flops = matmul_flops_per_token(config, args.seq)
+    return {"ms_per_step": seconds * 1e3, "tokens_per_s": tokens_per_s, "tflops": tokens_per_s * flops / 1e12}
+
+
+def decode(args: argparse.Namespace) -> dict[str, Any]:
+    """The median of one greedy token at batch 1, the cache filling as it goes."""
+    config = MODELS[args.model]
+    engine = Engine(config, Numerics(), micro_batch=1, threads=args.threads, training=False)
+    cache, token, times = engine.cache(), np.zeros((1, 1), np.int32), []
+    for _ in range(args.warmup + args.steps):
+        if cache.length == config.context:
+            cache.truncate(0)
+        begin = time.perf_counter()
+        token[0, 0] = engine.decode(token, cache)[0].argmax()
+        times.append(time.perf_counter() - begin)
+    return {"ms_per_token": statistics.median(times[args.warmup :]) * 1e3}
+
+
+class TimedOps:
+    """Stands in front of a device's operations and notes each call's seconds, bytes and FLOPs."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+        self.calls: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self._ops, name)
+
+        def timed(*args: Any, **constants: Any) -> None:
+            begin = time.perf_counter()
+            op(*args, **constants)
+            seconds = time.perf_counter() - begin
+            size = sum(a.nbytes for a in args if isinstance(a, np.ndarray))
+            flops = 0
+            if name.startswith("matmul"):
+                weight, rows = args[2] if name == "matmul_forward" else args[4], args[0].shape[0]
+                flops = 2 * rows * weight.size * (1 if name == "matmul_forward" else 2)
+            self.calls[name].append((seconds, size, flops))
+
+        return timed if callable(op) else op
+
+
+def ceilings() -> tuple[float, float]:
+    """What this machine reaches now: GB/s of a large copy, read and written, and GFLOP/s of a large product."""
+    source, square = np.ones(2**25, np.float32), np.ones((2048, 2048), np.float32)
+    target, product = np.empty_like(source), np.empty_like(square)
+
+    def fastest(action: Any) -> float:
+        times = []
+        for _ in range(7):
+            begin = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    copy_s = fastest(lambda: np.copyto(target, source))
+    product_s = fastest(lambda: np.matmul(square, square, out=product))
+    return 2 * source.nbytes / copy_s / 1e9, 2 * 2048**3 / product_s / 1e9
+
+
+def ops(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of each operation in the median update, largest first, with its rate and its share of the ceiling.
+
+    A product's ceiling is the large product's rate; any other operation's is the copy's, each of its arrays moved once.
+    Arrays that stay in the processor's cache can pass it.
+    """
+    config, rng = MODELS[args.model], np.random.default_rng(0)
+    engine = Engine(config, Numerics(), micro_batch=args.batch, threads=args.threads)
+    recorder = TimedOps(engine.ops)
+    engine.use_ops(recorder)
+    steps: list[dict[str, tuple[float, int, int]]] = []
+    for _ in range(args.warmup + args.steps):
+        recorder.calls.clear()
+        train_step(engine, random_batch(rng, config, args.batch, args.seq))
+        steps.append({name: tuple(map(sum, zip(*calls, strict=True))) for name, calls in recorder.calls.items()})  # type: ignore[misc]
+    gbytes_per_s, gflops_per_s = ceilings()
+    rows = {}
+    for name in steps[-1]:
+        seconds = statistics.median(step[name][0] for step in steps[args.warmup :])
+        _, size, flops = steps[-1][name]
+        rate, ceiling = (flops / seconds / 1e9, gflops_per_s) if flops else (size / seconds / 1e9, gbytes_per_s)
+        unit = "gflops_per_s" if flops else "gb_per_s"
+        rows[name] = {"ms": round(seconds * 1e3, 3), unit: round(rate, 1), "of_ceiling": round(rate / ceiling, 2)}
+    ordered = dict(sorted(rows.items(), key=lambda item: -item[1]["ms"]))
+    return {"copy_gb_per_s": gbytes_per_s, "matmul_gflops_per_s": gflops_per_s, "ops": ordered}
+
+
+def main() -> None:
+    """Run one mode and print its line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=("train", "decode", "ops"))
+    parser.add_argument("--model", choices=MODELS, default="euler_1m")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    args = parser.parse_args()
+    row = {"device": "cpu", **vars(args), **{"train": train, "decode": decode, "ops": ops}[args.mode](args)}
+    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
