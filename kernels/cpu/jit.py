@@ -14,6 +14,7 @@ import hashlib
 from pathlib import Path
 
 import numba
+from numba.core.caching import UserProvidedCacheLocator
 
 from kernels.cache import user_cache
 
@@ -31,6 +32,16 @@ def _sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+class SharedCacheLocator(UserProvidedCacheLocator):  # type: ignore[misc]
+    """Compiled functions by the hash of their sources alone, so that every checkout of the same code shares them."""
+
+    @classmethod
+    def get_suitable_cache_subpath(cls, py_file: str) -> str:
+        """The folder's name, where Numba would add a hash of its path."""
+        return Path(py_file).parent.name
+
+
+numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{SharedCacheLocator.__name__}"
 numba.config.CACHE_DIR = str(user_cache() / "numba" / _sources_hash())
 # The default layer's idle threads spin and take the cores from the matrix library's; this one's sleep.
 numba.config.THREADING_LAYER = "workqueue"
