@@ -46,7 +46,10 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)  # safetensors makes files that only their owner can read
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())  # else a power cut may leave an empty file under the final name
         os.replace(temporary, path)

@@ -33,10 +33,9 @@ from stages.scoring import (
     write_replies,
 )
 from stages.settings import Settings, stage_main
-from stages.shard_format import open_split
+from stages.shard_format import SEPARATOR, open_split
 from stages.tokenizer import Tokenizer
 
-SEPARATOR = "<|endoftext|>"  # starts each document
 REPLIES = 100  # held-out questions that are answered, to count the answers that end
 Item = TypeVar("Item")
 

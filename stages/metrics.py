@@ -170,20 +170,21 @@ def open_display(kind: str, title: str) -> Display:
 
 
 class Speed:
-    """Tokens per second over the last steps: their median, so that one disturbed step does not show.
+    """How fast steps are: the median of the last ones, so that one disturbed step (the first compiles) does not show."""
 
-    Args:
-        tokens_per_step: micro_batch * context * grad_accum_steps * ranks.
-    """
-
-    def __init__(self, tokens_per_step: int) -> None:
-        self._tokens_per_step = tokens_per_step
-        self._step_s: deque[float] = deque(maxlen=50)
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=50)
+        self._steps, self._step_s = 0, 0.0
 
     def add(self, step_s: float) -> float:
-        """Counts a step that took step_s seconds, validation and sampling apart; returns tokens per second."""
-        self._step_s.append(step_s)
-        return self._tokens_per_step / statistics.median(self._step_s)
+        """Counts a step that took step_s seconds, validation and sampling apart; returns the median in seconds."""
+        self._last.append(step_s)
+        self._steps, self._step_s = self._steps + 1, self._step_s + step_s
+        return statistics.median(self._last)
+
+    def left_s(self, steps: int, here_s: float) -> float:
+        """Seconds that `steps` more steps will take, if what is between the steps of these here_s seconds goes on as well."""
+        return steps * (statistics.median(self._last) + (here_s - self._step_s) / self._steps)
 
 
 def duration(seconds: float) -> str:

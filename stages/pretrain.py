@@ -12,11 +12,10 @@ from kernels.engine import Engine
 from kernels.generation import Sampling, generate
 from stages.batches import EvalWindows, PretrainBatches
 from stages.settings import Settings, stage_main
-from stages.shard_format import open_split
+from stages.shard_format import SEPARATOR, open_split
 from stages.tokenizer import Tokenizer
 from stages.training import Outs, Task, Validation, announce, held_out_nats, run_stage
 
-SEPARATOR = "<|endoftext|>"  # starts each document
 SAMPLE_TOKENS = 64
 
 

@@ -156,17 +156,16 @@ def train(engine: Engine, training: Training, task: Task, *, resume: ResumeFolde
     """
     optimizer = AdamW(training.beta1, training.beta2, training.eps, training.weight_decay, training.grad_clip)
     step, record = _restore(engine, resume, display)
-    begun, before_s, first = time.perf_counter(), record.seconds, step
+    begun, before_s, speed = time.perf_counter(), record.seconds, Speed()
     accum, every = training.grad_accum_steps, math.ceil(training.steps / MOST_ROWS)
-    speed: Speed | None = None
     with Interrupt() as interrupt:
         while step < training.steps:
             step_begun, lr = time.perf_counter(), learning_rate(step, training)
             batches = [task.batches.batch(index) for index in range(step * accum, (step + 1) * accum)]
             outcome = train_step(engine, batches, training.mtp_weights, optimizer, lr)
             _check_finite(engine, outcome, step, lr, resume)
-            speed = speed or Speed(accum * batches[0].tokens.size)
-            tokens_per_s = speed.add(time.perf_counter() - step_begun)
+            step_s = speed.add(time.perf_counter() - step_begun)
+            tokens_per_s = accum * batches[0].tokens.size / step_s
             step += 1
             last, stopping = step == training.steps, interrupt.requested
             if step == 1 or last or step % every == 0:
@@ -181,7 +180,7 @@ def train(engine: Engine, training: Training, task: Task, *, resume: ResumeFolde
             if last or stopping or step % training.checkpoint_every == 0:
                 resume.save(State(step, engine.state(), record.to_dict()))
                 record.write_curves(curves)
-            left_s = here_s / (step - first) * (training.steps - step)
+            left_s = speed.left_s(training.steps - step, here_s)
             bpb = record.val[-1][2] if record.val else None
             display.update(Progress(step, training.steps, **asdict(outcome), lr=lr, tokens_per_s=tokens_per_s,
                                     left_s=left_s, val_bpb=bpb))  # fmt: skip

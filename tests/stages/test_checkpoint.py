@@ -44,6 +44,8 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in (checkpoint.WEIGHTS, checkpoint.MODEL):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [checkpoint.MODEL, checkpoint.WEIGHTS]
+    modes = {path.stat().st_mode for path in (tmp_path / "a").iterdir()}
+    assert len(modes) == 1  # the weights can be read by whoever can read the description
 
 
 def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:

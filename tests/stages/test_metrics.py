@@ -16,13 +16,15 @@ def progress(step: int, steps: int = 1000, val_bpb: float | None = 2.5) -> Progr
                     left_s=125.0, val_bpb=val_bpb)  # fmt: skip
 
 
-def test_speed_is_the_median_of_all_tokens_of_a_step() -> None:
-    """Would catch tokens/s that forget accumulation, or that one slow step (a pause, a page fault) pulls down."""
-    speed = Speed(tokens_per_step=8 * 128 * 4)
-    assert speed.add(0.5) == 8 * 128 * 4 / 0.5
+def test_speed_is_that_of_an_undisturbed_step() -> None:
+    """Would catch a figure that one slow step pulls down, and a time left that forgets validation or trusts the first step."""
+    speed = Speed()
+    assert speed.add(60.0) == 60.0
     for _ in range(3):
         speed.add(0.5)
-    assert speed.add(60.0) == 8 * 128 * 4 / 0.5
+    assert speed.add(0.5) == 0.5
+    assert speed.left_s(steps=100, here_s=62.0) == 100 * 0.5
+    assert speed.left_s(steps=100, here_s=67.0) == 100 * (0.5 + 5 / 5)
 
 
 def test_plain_lines_are_few_and_hold_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
