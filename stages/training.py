@@ -187,6 +187,8 @@ def train(engine: Engine, training: Training, task: Task, *, resume: ResumeFolde
             if stopping:
                 display.say(f"interrupted: step {step} is saved; the same command goes on from there")
                 raise KeyboardInterrupt
+    if interrupt.requested:  # while the last step was being validated or saved: the stages behind this one must not start
+        raise KeyboardInterrupt
     return record
 
 

@@ -169,6 +169,22 @@ def test_ctrl_c_saves_the_step_and_goes_on_from_it(tmp_path: Path, capsys: pytes
     assert same_state(whole, parts) and without_times(record) == without_times(whole_record)
 
 
+def test_ctrl_c_behind_the_last_step_is_not_lost(tmp_path: Path) -> None:
+    """Would catch a Ctrl-C during the last validation after which DVC goes on to the next stage."""
+    one = engine()
+
+    def sample(seed: int) -> str:
+        if seed == SETTINGS.seed + SETTINGS.steps:
+            signal.raise_signal(signal.SIGINT)
+        return ""
+
+    with ResumeFolder("f", tmp_path) as resume, pytest.raises(KeyboardInterrupt):
+        train(one, SETTINGS, replace(task(one), sample=sample), resume=resume, display=PlainDisplay(), curves=tmp_path)
+    with ResumeFolder("f", tmp_path) as resume:
+        state = resume.load()
+    assert state is not None and state.step == SETTINGS.steps
+
+
 def test_a_second_ctrl_c_stops_at_once() -> None:
     """Would catch a program that cannot be stopped while a step hangs."""
     with training_module.Interrupt() as interrupt:
