@@ -233,15 +233,15 @@ class Engine:
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Loss and accuracy of every prediction head; gradients and loss sums stay as they are."""
-        targets, weight = head_targets(batch, self.config.mtp_heads)
-        return self._evaluate(batch, targets, weight)
+        start = self._start(batch)
+        return self._evaluate(batch.tokens, start, *head_targets(batch, self.config.mtp_heads))
 
     def score(self, batch: Batch) -> NDArray[np.float32]:
         """(B, T) nats of every target under head 0."""
-        return self._evaluate(batch, batch.targets[None], batch.loss_weight[None]).nll[0]
+        return self._evaluate(batch.tokens, self._start(batch), batch.targets[None], batch.loss_weight[None]).nll[0]
 
-    def _evaluate(self, batch: Batch, targets: Array, weight: Array) -> Evaluation:
-        norm = self._model.forward(batch.tokens, self._start(batch))
+    def _evaluate(self, tokens: Array, start: Array, targets: Array, weight: Array) -> Evaluation:
+        norm = self._model.forward(tokens, start)
         correct = np.empty(targets.shape, np.bool_)
         nll = np.empty(targets.shape, self.ops.dtype)
         for k in range(len(targets)):
