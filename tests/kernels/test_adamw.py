@@ -1,0 +1,114 @@
+"""AdamW over flat arrays."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.cpu.adamw import adamw
+from tests.compare import UNIT, Array, Arrays, assert_repeats, assert_same_bits, assert_within, normal, single
+
+RUN, RUNS = 64, 9
+CONSTANTS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
+
+
+def inputs() -> Arrays:
+    """Random parameters and moments as after some steps; every second run decays."""
+    rng = np.random.default_rng(3)
+    size = RUN * RUNS
+    return {
+        "params": normal(rng, size),
+        "exp_avg": 0.1 * normal(rng, size),
+        "exp_avg_sq": 0.01 * np.abs(normal(rng, size)),
+        "grads": normal(rng, size),
+        "decays": np.arange(RUNS) % 2 == 0,
+        "grad_norm": np.array(0.5),
+        "lr": np.array(1e-2),
+        "step": np.array(7),
+    }
+
+
+def run(a: Arrays, **constants: float) -> Arrays:
+    """One update of copies."""
+    params, exp_avg, exp_avg_sq = (a[name].copy() for name in ("params", "exp_avg", "exp_avg_sq"))
+    norm, lr = a["grad_norm"].astype(np.float64), a["lr"].astype(np.float64)
+    c = {**CONSTANTS, **constants}
+    adamw(params, exp_avg, exp_avg_sq, a["grads"], a["decays"], norm, lr, a["step"], **c)
+    return {"params": params, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+def paper(a: Arrays, clip: float = 1.0, **constants: float) -> Arrays:
+    """Algorithm 2 of the paper line by line, in float64: the decay acts on the parameters before the step."""
+    c = {**CONSTANTS, **constants}
+    g, t, lr = a["grads"] * clip, int(a["step"]), float(a["lr"])
+    m = c["beta1"] * a["exp_avg"] + (1 - c["beta1"]) * g
+    v = c["beta2"] * a["exp_avg_sq"] + (1 - c["beta2"]) * g**2
+    m_hat, v_hat = m / (1 - c["beta1"] ** t), v / (1 - c["beta2"] ** t)
+    decay = np.repeat(a["decays"], RUN) * c["weight_decay"] * a["params"]
+    return {"params": a["params"] - lr * (m_hat / (np.sqrt(v_hat) + c["eps"]) + decay), "exp_avg": m, "exp_avg_sq": v}
+
+
+def largest(array: Array) -> float:
+    """The largest magnitude."""
+    return float(np.abs(array).max())
+
+
+# eps inside the root, a decay of the moments (L2 instead of AdamW), or a bias correction with the wrong power.
+@pytest.mark.parametrize("step", [1, 2, 1000])
+def test_is_the_paper(step: int) -> None:
+    a = {**inputs(), "step": np.array(step)}
+    expected = paper(a)
+    for name, got in run(a).items():
+        assert_within(name, got, expected[name], 1e-14 * largest(expected[name]))
+    # float32: about ten roundings of each term.
+    for name, got in run(single(a)).items():
+        assert_within(name, got, expected[name], 10 * UNIT[np.dtype(np.float32)] * (1 + largest(expected[name])))
+
+
+# Without bias correction the first step is a tenth of the learning rate; with it, whatever the gradient's size, all of it.
+def test_first_step_has_the_length_of_the_learning_rate() -> None:
+    a = single({**inputs(), "step": np.array(1), "exp_avg": np.zeros(RUN * RUNS), "exp_avg_sq": np.zeros(RUN * RUNS)})
+    a["grads"] *= np.geomspace(1e-4, 1, RUN * RUNS, dtype=np.float32)
+    # Where sqrt(1 - beta2) |g| is far above eps; a thousandth of the rate besides.
+    moved = (run(a, weight_decay=0.0)["params"] - a["params"])[np.abs(a["grads"]) > 1e-4]
+    assert_within("step", np.abs(moved), np.full_like(moved, 1e-2), 1e-5)
+    np.testing.assert_array_equal(np.sign(moved), -np.sign(a["grads"][np.abs(a["grads"]) > 1e-4]))
+
+
+# Norms and biases that decay towards zero.
+def test_decay_acts_where_it_should() -> None:
+    a = {**inputs(), "grads": np.zeros(RUN * RUNS), "exp_avg": np.zeros(RUN * RUNS)}
+    got, decays = run(a)["params"], np.repeat(a["decays"], RUN)
+    np.testing.assert_array_equal(got[~decays], a["params"][~decays])
+    assert_within("params", got[decays], a["params"][decays] * (1 - 1e-2 * 0.1), 1e-15)
+
+
+# A gradient longer than the threshold that isn't shortened, one below it that is, or the clip's sense turned round.
+@pytest.mark.parametrize(("norm", "grad_clip", "factor"), [(4.0, 1.0, 0.25), (4.0, 8.0, 1.0), (4.0, 0.0, 1.0), (0.0, 1.0, 1.0)])
+def test_clipping(norm: float, grad_clip: float, factor: float) -> None:
+    a = {**inputs(), "grad_norm": np.array(norm)}
+    expected = paper(a, clip=factor)
+    for name, got in run(a, grad_clip=grad_clip).items():
+        assert_within(name, got, expected[name], 1e-14 * largest(expected[name]))
+
+
+# Padding is zero in every array; 0 / (0 + eps) must leave it so, or padding rows of the vocabulary would grow.
+def test_padding_stays_zero() -> None:
+    a = single(inputs())
+    for name in ("params", "exp_avg", "exp_avg_sq", "grads"):
+        a[name][100:140] = 0
+    for array in run(a).values():
+        assert not array[100:140].any()
+
+
+# A run whose elements two threads share.
+def test_same_bits_again_and_on_one_thread() -> None:
+    assert_repeats(run, inputs())
+
+
+# The gradient is the caller's to clear.
+def test_gradient_is_not_written() -> None:
+    a = single(inputs())
+    before = {"grads": a["grads"].copy()}
+    run(a)
+    assert_same_bits({"grads": a["grads"]}, before)

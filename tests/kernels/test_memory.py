@@ -1,0 +1,104 @@
+"""The memory plan and the arena."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from kernels.config import ModelConfig, Numerics
+from kernels.memory import ALIGNMENT_BYTES, Arena, Buffer, activation_plan, parameter_plan, report
+from tests.gradient_check import MODELS
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def arena_of(plan: list[Buffer]) -> tuple[Arena, np.ndarray]:
+    """An arena and the memory that it asked for."""
+    taken: list[np.ndarray] = []
+
+    def allocate(size: int) -> np.ndarray:
+        taken.append(np.zeros(size, np.uint8))
+        return taken[-1]
+
+    arena = Arena(plan, allocate)
+    assert len(taken) == 1
+    return arena, taken[0]
+
+
+def full_plan(config: ModelConfig, *, training: bool = True, recompute: bool = False) -> list[Buffer]:
+    """Parameters and activations of 6 rows."""
+    numerics = Numerics(recompute="mlp" if recompute else "none")
+    plan = parameter_plan(1024, training=training, dtype=FLOAT32)
+    return plan + activation_plan(config, numerics, 6, training=training, dtype=FLOAT32)
+
+
+# Two buffers that share a byte: gradients that change with an activation. Every byte is counted, none twice, and vectors are
+# loaded from each buffer's beginning.
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_are_apart_and_counted(name: str, training: bool) -> None:
+    plan = full_plan(MODELS[name], training=training)
+    arena, memory = arena_of(plan)
+    total = sum(buffer.total_bytes for buffer in plan)
+    assert total <= len(memory) <= total + ALIGNMENT_BYTES
+    used = 0
+    for buffer in plan:
+        for layer in range(buffer.layers):
+            view = arena.view(buffer.name, buffer.shape, layer)
+            assert not view.any(), f"{buffer.name} {layer} overlaps"
+            assert (view.ctypes.data - memory.ctypes.data) % ALIGNMENT_BYTES == 0
+            view[...] = 1
+            used += view.nbytes
+    # 1.0 has two bytes that are not zero.
+    assert np.count_nonzero(memory) * 2 == used
+
+
+# A view of fewer rows must be the buffer's beginning, not a copy: the last, smaller batch of an evaluation.
+def test_view_of_fewer_rows() -> None:
+    arena, _ = arena_of([Buffer("a", "k", (6, 5), FLOAT32, 2), Buffer("b", "k", (3,), FLOAT32)])
+    arena.view("a", (2, 5), 1)[...] = 7
+    np.testing.assert_array_equal(arena.view("a", (6, 5), 1)[:2], np.full((2, 5), 7))
+    assert not arena.view("a", (6, 5), 1)[2:].any()
+    assert not arena.view("a", (6, 5), 0).any()
+
+
+# A buffer that layers share is the same for each of them; one that they don't is not.
+def test_shared_buffers() -> None:
+    arena, _ = arena_of([Buffer("own", "k", (4,), FLOAT32, 3), Buffer("shared", "k", (4,), FLOAT32)])
+    assert np.shares_memory(arena.view("shared", (4,), 0), arena.view("shared", (4,), 2))
+    assert not np.shares_memory(arena.view("own", (4,), 0), arena.view("own", (4,), 2))
+
+
+# Without training neither gradients nor moments nor an activation a layer: a chat would need a trainer's memory.
+@pytest.mark.parametrize("name", MODELS)
+def test_inference_holds_one_layer(name: str) -> None:
+    deep = dataclasses.replace(MODELS[name], layers=9)
+    plan = full_plan(deep, training=False)
+    assert all(buffer.layers == 1 for buffer in plan)
+    assert {buffer.kind for buffer in plan} == {"parameters", "activations", "logits"}
+    trained = {buffer.name: buffer.layers for buffer in full_plan(deep)}
+    for kept in ("residual1", "norm1", "qkv", "attended", "residual2", "norm2", "up", "act", "lse", "norm1_rstd"):
+        assert trained[kept] == 9, kept
+
+
+# Recomputing must save what it computes again: one ffn-wide buffer a layer.
+def test_recompute_saves_the_hidden_activations() -> None:
+    plans = [full_plan(MODELS["euler"], recompute=recompute) for recompute in (False, True)]
+    full, less = (sum(buffer.total_bytes for buffer in plan) for plan in plans)
+    act = next(buffer for buffer in plans[0] if buffer.name == "act")
+    assert act.layers == 2
+    assert full - less == act.layer_bytes
+
+
+# A report whose sum or unit is wrong; sizes here by hand: 3 x 1 MiB and 2 layers of half a MiB.
+def test_report() -> None:
+    plan = [
+        Buffer("a", "parameters", (3 * 2**18,), FLOAT32),
+        Buffer("b", "activations", (2**10, 2**7), FLOAT32, 2),
+        Buffer("c", "activations", (1,), FLOAT32),
+    ]
+    lines = [line.split() for line in report(plan).splitlines()]
+    assert lines == [["parameters", "3.0", "MiB"], ["activations", "1.0", "MiB"], ["total", "4.0", "MiB"]]
+    assert plan[2].layer_bytes == ALIGNMENT_BYTES
+    assert math.prod(plan[1].shape) * 4 == plan[1].layer_bytes
