@@ -169,7 +169,14 @@ class ResumeFolder:
             time.sleep(0.5)
         for leftover in [*self.folder.glob("*.tmp"), *self.folder.glob("*.partial")]:
             leftover.unlink()
+        self._name_others()
         return self
+
+    def _name_others(self) -> None:
+        others = [path for path in self.folder.parent.glob("*/*.safetensors") if path.parent != self.folder]
+        if others:
+            mib = sum(path.stat().st_size for path in others) >> 20
+            self._say(f"unfinished work of other settings keeps {mib} MiB in {self.folder.parent}; delete what you give up")
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._lock.release()

@@ -135,8 +135,10 @@ def test_finished_work_stays_until_another_fingerprint_runs(tmp_path: Path) -> N
     with ResumeFolder("own", tmp_path) as resume:
         loaded = resume.load()
         assert loaded is not None and loaded.step == 7
-    with ResumeFolder("other", tmp_path):
+    lines: list[str] = []
+    with ResumeFolder("other", tmp_path, lines.append):
         assert not (tmp_path / "own").exists() and (tmp_path / "interrupted").exists()
+    assert len(lines) == 1 and "unfinished work of other settings keeps 0 MiB" in lines[0]
 
 
 def test_a_second_run_waits_for_the_first_and_says_so(tmp_path: Path) -> None:
