@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -173,10 +173,13 @@ class ResumeFolder:
         return self
 
     def _name_others(self) -> None:
-        others = [path for path in self.folder.parent.glob("*/*.safetensors") if path.parent != self.folder]
+        others = 0
+        for path in self.folder.parent.glob("*/*.safetensors"):
+            with suppress(FileNotFoundError):  # a run of other settings may be replacing it right now
+                others += path.stat().st_size if path.parent != self.folder else 0
         if others:
-            mib = sum(path.stat().st_size for path in others) >> 20
-            self._say(f"unfinished work of other settings keeps {mib} MiB in {self.folder.parent}; delete what you give up")
+            where = self.folder.parent
+            self._say(f"unfinished work of other settings keeps {others >> 20} MiB in {where}; delete what you give up")
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._lock.release()
