@@ -8,7 +8,7 @@ import numpy as np
 
 from kernels.cpu.jit import jit
 from stages.merges import heap_pop, heap_push
-from stages.pretokenizer import KEY_BYTES, find_word, hash_slot, jit_nogil, word_end
+from stages.pretokenizer import KEY_BYTES, Array, find_word, hash_slot, jit_nogil, word_end
 
 # Columns of `nodes` (one row a byte of a word): the token that starts there, the rows where the next and the previous
 # token start, and the rank of the merge of the token and its next (-1: none).
@@ -16,7 +16,7 @@ TOKEN, NEXT, PREVIOUS, RANK = 0, 1, 2, 3
 
 
 @jit
-def rank_table(merges):
+def rank_table(merges: Array) -> Array:
     """Table from pair to rank: (slots,) int64 of pair << 31 | rank, -1 where empty; merges as from learn_merges."""
     slots = 16
     while slots < 2 * merges.shape[0]:
@@ -32,7 +32,7 @@ def rank_table(merges):
 
 
 @jit
-def _rank(ranks, left, right):
+def _rank(ranks: Array, left: int, right: int) -> int:
     """Rank of the merge of two tokens, -1 where there is none."""
     pair = left << 16 | right
     slot = hash_slot(pair, 0, 0, ranks.size - 1)
@@ -44,7 +44,7 @@ def _rank(ranks, left, right):
 
 
 @jit
-def _queue_pair(node, length, ranks, nodes, heap, size):
+def _queue_pair(node: int, length: int, ranks: Array, nodes: Array, heap: Array, size: int) -> int:
     """Put the pair at `node` into the heap if it has a merge, note its rank; returns the heap's size."""
     following = int(nodes[node, NEXT])
     rank = -1
@@ -57,7 +57,18 @@ def _queue_pair(node, length, ranks, nodes, heap, size):
 
 
 @jit
-def _merge_word(data, start, end, out, at, byte_tokens, merges, ranks, nodes, heap):
+def _merge_word(
+    data: Array,
+    start: int,
+    end: int,
+    out: Array,
+    at: int,
+    byte_tokens: Array,
+    merges: Array,
+    ranks: Array,
+    nodes: Array,
+    heap: Array,
+) -> int:
     """Write the tokens of the word data[start:end] to out[at:]; returns their number.
 
     `nodes` (n, 4) int32 and `heap` (3 n,) int64 are scratch for a word of up to n bytes.
@@ -94,7 +105,19 @@ def _merge_word(data, start, end, out, at, byte_tokens, merges, ranks, nodes, he
 
 
 @jit_nogil
-def encode_spans(data, spans, out, counts, classes, byte_tokens, merges, ranks, cache, cached, state):
+def encode_spans(
+    data: Array,
+    spans: Array,
+    out: Array,
+    counts: Array,
+    classes: Array,
+    byte_tokens: Array,
+    merges: Array,
+    ranks: Array,
+    cache: Array,
+    cached: Array,
+    state: Array,
+) -> None:
     """Write the tokens of the span that begins at data[b] to out[b:], and their number to counts.
 
     Args:

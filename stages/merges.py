@@ -12,7 +12,7 @@ Source: Sennrich et al. 2016, arXiv:1508.07909, algorithm 1; the tie-break is th
 import numpy as np
 
 from kernels.cpu.jit import jit
-from stages.pretokenizer import find_word, hash_slot
+from stages.pretokenizer import Array, find_word, hash_slot
 
 # Columns of `nodes` (one row a byte of the words): the token that starts there (-1: inside a token), the rows where the
 # next and the previous token of the word start (-1: none), and how often the word occurs.
@@ -25,7 +25,7 @@ _MOST = (1 << 30) - 1
 
 
 @jit
-def heap_push(heap, size, key):
+def heap_push(heap: Array, size: int, key: int) -> int:
     """Add `key` to the first `size` elements of `heap`, the smallest on top; returns the new size."""
     child = size
     while child > 0:
@@ -39,7 +39,7 @@ def heap_push(heap, size, key):
 
 
 @jit
-def heap_pop(heap, size):
+def heap_pop(heap: Array, size: int) -> int:
     """Remove the smallest key, heap[0] (read it before); returns the new size."""
     size -= 1
     key = heap[size]
@@ -59,7 +59,7 @@ def heap_pop(heap, size):
 
 
 @jit
-def _find_pair(pairs, pair):
+def _find_pair(pairs: Array, pair: int) -> int:
     """Slot of `pair`, or the empty one where it belongs."""
     mask = pairs.shape[0] - 1
     slot = hash_slot(pair, 0, 0, mask)
@@ -69,7 +69,7 @@ def _find_pair(pairs, pair):
 
 
 @jit
-def _with_room(pairs, used, more):
+def _with_room(pairs: Array, used: int, more: int) -> Array:
     """The table of pairs with room for `more` new ones beside the `used` slots, half of it free."""
     slots = pairs.shape[0]
     while slots < 2 * (used + more):
@@ -86,7 +86,9 @@ def _with_room(pairs, used, more):
 
 
 @jit
-def _raise_count(pairs, pair, node, nodes, places, merge, state, raised):
+def _raise_count(
+    pairs: Array, pair: int, node: int, nodes: Array, places: Array, merge: int, state: Array, raised: Array
+) -> None:
     """Count `pair`, which now stands at `node`, and note the place; `raised` collects the slots this merge raised.
 
     `state` is [slots used in pairs, rows used in places, slots in raised].
@@ -109,7 +111,9 @@ def _raise_count(pairs, pair, node, nodes, places, merge, state, raised):
 
 
 @jit
-def _merge_at(node, token, nodes, pairs, places, merge, state, raised):
+def _merge_at(
+    node: int, token: int, nodes: Array, pairs: Array, places: Array, merge: int, state: Array, raised: Array
+) -> None:
     """Make one token of the one at `node` and its next, and recount the pairs with their neighbours."""
     gone = int(nodes[node, NEXT])
     left, right = int(nodes[node, TOKEN]), int(nodes[gone, TOKEN])
@@ -129,13 +133,15 @@ def _merge_at(node, token, nodes, pairs, places, merge, state, raised):
 
 
 @jit
-def _holds(nodes, node, left, right):
+def _holds(nodes: Array, node: int, left: int, right: int) -> bool:
     """Whether the tokens `left` and `right` stand at `node`."""
     return nodes[node, TOKEN] == left and nodes[node, NEXT] >= 0 and nodes[nodes[node, NEXT], TOKEN] == right
 
 
 @jit
-def _merge_everywhere(slot, token, nodes, pairs, places, merge, state, raised):
+def _merge_everywhere(
+    slot: int, token: int, nodes: Array, pairs: Array, places: Array, merge: int, state: Array, raised: Array
+) -> None:
     """Merge the pair in `slot` into `token` wherever it stands, from left to right within each word."""
     pair = int(pairs[slot, PAIR]) - 1
     left, right = pair >> 16, pair & 0xFFFF
@@ -159,7 +165,7 @@ def _merge_everywhere(slot, token, nodes, pairs, places, merge, state, raised):
 
 
 @jit
-def _lay_out(data, words, byte_tokens):
+def _lay_out(data: Array, words: Array, byte_tokens: Array) -> tuple[Array, Array]:
     """The words' bytes joined, and their nodes."""
     length = 0
     for word in range(words.shape[0]):
@@ -182,7 +188,7 @@ def _lay_out(data, words, byte_tokens):
 
 
 @jit
-def _push_raised(heap, size, pairs, raised, state):
+def _push_raised(heap: Array, size: int, pairs: Array, raised: Array, state: Array) -> int:
     """Push the pairs whose counts were raised; returns the heap's size."""
     for i in range(state[2]):
         count = int(pairs[raised[i], COUNT])
@@ -193,7 +199,7 @@ def _push_raised(heap, size, pairs, raised, state):
 
 
 @jit
-def _pop_most_frequent(heap, size, pairs):
+def _pop_most_frequent(heap: Array, size: int, pairs: Array) -> tuple[int, int]:
     """Slot of the most frequent pair, -1 where none is left, and the heap's new size."""
     while size > 0:
         key = int(heap[0])
@@ -209,7 +215,7 @@ def _pop_most_frequent(heap, size, pairs):
 
 
 @jit
-def learn_merges(data, words, byte_tokens, num_tokens):
+def learn_merges(data: Array, words: Array, byte_tokens: Array, num_tokens: int) -> Array:
     """Learn merges until there are `num_tokens` tokens, or no word has two tokens any more.
 
     A merge whose bytes are those of an earlier token gives that token, and no new one.
@@ -225,7 +231,7 @@ def learn_merges(data, words, byte_tokens, num_tokens):
     """
     text, nodes = _lay_out(data, words, byte_tokens)
     places = np.empty((3 * nodes.shape[0] + 1, 2), dtype=np.int32)
-    pairs = np.zeros((1 << 18, 4), dtype=np.int64)
+    pairs: Array = np.zeros((1 << 18, 4), dtype=np.int64)
     raised = np.empty(2 * 65536, dtype=np.int64)
     state = np.zeros(3, dtype=np.int64)
     for node in range(nodes.shape[0]):

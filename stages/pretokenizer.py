@@ -15,12 +15,15 @@ Source: Radford et al. 2019, section 2.2 (byte-level BPE); the pattern is that o
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numba
 import numpy as np
 
 from kernels.cpu.jit import jit
 from stages.unicode_classes import OTHER, SPACE
+
+Array = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 # Entry points called from several Python threads: as `jit`, without the interpreter's lock. Threads that take the next
 # piece when they are done share the work better than prange's equal parts, and compile in a fraction of the time.
@@ -38,7 +41,7 @@ _LOW = (1 << 31) - 1
 
 
 @jit
-def classify(data, pos, stop, classes):
+def classify(data: Array, pos: int, stop: int, classes: Array) -> int:
     """Class and byte length of the character at `pos`, packed as class << 3 | length; an ill-formed byte is OTHER, 1."""
     byte = int(data[pos])
     if byte < 0x80:
@@ -64,7 +67,7 @@ def classify(data, pos, stop, classes):
 
 
 @jit_inline
-def _run_end(data, pos, stop, kind, classes):
+def _run_end(data: Array, pos: int, stop: int, kind: int, classes: Array) -> int:
     """Where the run of characters of class `kind` that reaches `pos` ends."""
     while pos < stop:
         byte = int(data[pos])
@@ -81,7 +84,7 @@ def _run_end(data, pos, stop, kind, classes):
 
 
 @jit_inline
-def _contraction_end(data, pos, stop):
+def _contraction_end(data: Array, pos: int, stop: int) -> int:
     """End of 's 't 'm 'd 're 've 'll at the apostrophe `pos`; `pos` where there is none."""
     if pos + 1 >= stop:
         return pos
@@ -98,7 +101,7 @@ def _contraction_end(data, pos, stop):
 
 
 @jit_inline
-def word_end(data, pos, stop, classes):
+def word_end(data: Array, pos: int, stop: int, classes: Array) -> int:
     """Where the word that begins at `pos` ends, the text ending at `stop`."""
     byte = int(data[pos])
     if byte == 39:
@@ -122,7 +125,7 @@ def word_end(data, pos, stop, classes):
 
 
 @jit
-def cut_spans(data, document_ends, piece_bytes):
+def cut_spans(data: Array, document_ends: Array, piece_bytes: int) -> tuple[Array, Array]:
     """Cut documents into spans that can be split into words one by one.
 
     The cut is before a white-space byte that follows a printable ASCII one: no word contains those two in this order, and
@@ -161,7 +164,7 @@ def cut_spans(data, document_ends, piece_bytes):
 
 
 @jit_inline
-def word_key(data, start, end):
+def word_key(data: Array, start: int, end: int) -> tuple[int, int, int]:
     """Three integers that stand for the bytes data[start:end]: exactly up to KEY_BYTES, beyond as a hash of them."""
     length = end - start
     a = b = c = 0
@@ -180,7 +183,7 @@ def word_key(data, start, end):
 
 
 @jit_inline
-def hash_slot(a, b, c, mask):
+def hash_slot(a: int, b: int, c: int, mask: int) -> int:
     """First slot to try for the key (a, b, c) in a table of mask + 1 slots, a power of two up to 2^31."""
     mixed = (a & _LOW) * 0x2E3779B9 ^ (a >> 31) * 0x3C6EF373 ^ (b & _LOW) * 0x27D4EB2F
     mixed ^= (b >> 31) * 0x165667B1 ^ (c & _LOW) * 0x3243F6A9 ^ (c >> 31) * 0x1B873593
@@ -188,7 +191,7 @@ def hash_slot(a, b, c, mask):
 
 
 @jit_inline
-def find_word(table, data, start, end, words):
+def find_word(table: Array, data: Array, start: int, end: int, words: Array) -> int:
     """Slot of the word data[start:end] in `table`, or the empty one where it belongs.
 
     Args:
@@ -216,7 +219,7 @@ def find_word(table, data, start, end, words):
 
 
 @jit
-def _grown_table(table):
+def _grown_table(table: Array) -> Array:
     """The same keys in a table of twice as many slots."""
     grown = np.zeros((table.shape[0] * 2, 4), dtype=np.int64)
     mask = grown.shape[0] - 1
@@ -231,7 +234,7 @@ def _grown_table(table):
 
 
 @jit
-def _doubled(rows):
+def _doubled(rows: Array) -> Array:
     """The same rows (n, 3) with room for as many more. (Loops, since array assignments take seconds to compile.)"""
     grown = np.empty((2 * rows.shape[0], 3), dtype=np.int64)
     for row in range(rows.shape[0]):
@@ -241,7 +244,7 @@ def _doubled(rows):
 
 
 @jit_nogil
-def count_words(data, spans, split, classes):
+def count_words(data: Array, spans: Array, split: bool, classes: Array) -> Array:
     """The distinct words of some spans and how often each occurs.
 
     Args:
@@ -253,8 +256,8 @@ def count_words(data, spans, split, classes):
     Returns:
         (words, 3) int64: begin and end of the word's first occurrence, and its count.
     """
-    table = np.zeros((1 << 14, 4), dtype=np.int64)
-    words = np.empty((1 << 13, 3), dtype=np.int64)
+    table: Array = np.zeros((1 << 14, 4), dtype=np.int64)
+    words: Array = np.empty((1 << 13, 3), dtype=np.int64)
     num_words = 0
     for s in range(spans.shape[0]):
         start = int(spans[s, 0])

@@ -41,6 +41,7 @@ class Tokenizer:
         special: id of each special token.
         token_bytes: the bytes of each id, b"" for special tokens.
         token_lengths: (vocab_size,) int32, their lengths: the bytes that a loss per byte is divided by.
+        merges: left, right and resulting id, in the order they are applied.
         sha256: of the canonical tokenizer.json, hexadecimal.
     """
 
@@ -48,6 +49,7 @@ class Tokenizer:
         self.vocab_size = len(vocabulary.token_bytes)
         self.special = dict(vocabulary.special)
         self.token_bytes = list(vocabulary.token_bytes)
+        self.merges = list(vocabulary.merges)
         self.token_lengths = np.array([len(token) for token in self.token_bytes], dtype=np.int32)
         self._json = tokenizer_json(vocabulary).encode("utf-8")
         self.sha256 = hashlib.sha256(self._json).hexdigest()
@@ -55,7 +57,7 @@ class Tokenizer:
         for token, text in enumerate(self.token_bytes):
             if len(text) == 1:
                 byte_tokens[text[0]] = token
-        merges = np.array(vocabulary.merges, dtype=np.int32).reshape(-1, 3)
+        merges = np.array(self.merges, dtype=np.int32).reshape(-1, 3)
         self._tables = (character_classes(), byte_tokens, merges, rank_table(merges))
         self._caches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # one a thread
         self._lock = Lock()
@@ -195,7 +197,7 @@ class Utf8Stream:
 
 
 def _threads(threads: int) -> int:
-    return threads or numba.config.NUMBA_NUM_THREADS
+    return threads or int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 
 
 def _joined(texts: Iterable[str | bytes]) -> tuple[np.ndarray, np.ndarray]:

@@ -145,9 +145,7 @@ def read_gpt2(folder: Path, special_tokens: Sequence[str]) -> Vocabulary:
     return _assemble(folder, vocab, merges, {name: vocab[name] for name in special_tokens if name in vocab})
 
 
-def _assemble(
-    path: Path, vocab: Mapping[str, Any], merges: Sequence[tuple[str, str]], special: Mapping[str, int]
-) -> Vocabulary:
+def _assemble(path: Path, vocab: Mapping[str, Any], merges: Sequence[tuple[str, str]], special: Mapping[str, int]) -> Vocabulary:
     """A vocabulary out of what the files write, after checking that it is one."""
     written = _by_id(path, {**special, **vocab})
     ids = {text: token for token, text in enumerate(written)}
@@ -166,7 +164,8 @@ def _assemble(
     for number, (left, right) in enumerate(merges):
         for text in (left, right, left + right):
             if text not in ids or text in special:
-                raise ValueError(f"{path}: merge {number} ({left!r}, {right!r}): {text!r} is not in the vocabulary")
+                problem = "a special token" if text in special else "not in the vocabulary"
+                raise ValueError(f"{path}: merge {number} ({left!r}, {right!r}): {text!r} is {problem}")
         if (ids[left], ids[right]) in rows:
             raise ValueError(f"{path}: merge {number} ({left!r}, {right!r}) is there twice")
         rows[ids[left], ids[right]] = ids[left + right]
@@ -205,9 +204,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _field(path: Path, table: Mapping[str, Any], key: str, kind: type) -> Any:
     """table[key], which must be there and a `kind`."""
-    names = {dict: "an object", list: "a list"}
     if not isinstance(table.get(key), kind):
-        raise ValueError(f"{path}: expected {key} to be {names[kind]}, got {_short(table[key]) if key in table else 'nothing'}")
+        name = "an object" if kind is dict else "a list"
+        raise ValueError(f"{path}: expected {key} to be {name}, got {_short(table[key]) if key in table else 'nothing'}")
     return table[key]
 
 
@@ -231,4 +230,4 @@ def _written(text: bytes) -> str:
 def _short(value: Any) -> str:
     """A value for a message of one line."""
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= 120 else text[:117] + "..."

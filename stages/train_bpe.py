@@ -41,12 +41,12 @@ def run(
         texts = sample(islice(documents, _MEASURED_DOCUMENTS), chosen.sample_bytes)
         trained = Tokenizer.take(Path(chosen.take), chosen.special_tokens)
     trained.save(tokenizer)
-    taken_s = time.perf_counter() - start
+    spent_s = time.perf_counter() - start
     text_bytes = sum(len(text) for text in texts)
     tokens = sum(len(ids) for ids in trained.encode_batch(texts, threads=threads))
-    done = "merges learned from" if chosen.take is None else f"taken from {chosen.take}; measured on"
-    print(f"{trained.vocab_size:,} ids ({len(trained.special)} special), {done} {len(texts):,} documents, {text_bytes:,} bytes: "
-          f"{tokens:,} tokens, {text_bytes / max(tokens, 1):.2f} bytes a token; {taken_s:.1f} s", flush=True)  # fmt: skip
+    made = "merges learned from" if chosen.take is None else f"taken from {chosen.take}, measured on"
+    print(f"{trained.vocab_size:,} ids ({len(trained.special)} special), {made} {len(texts):,} documents, {text_bytes:,} bytes: "
+          f"{tokens:,} tokens, {text_bytes / max(tokens, 1):.2f} bytes a token; {spent_s:.1f} s", flush=True)  # fmt: skip
 
 
 def sample(documents: Iterable[str], most_bytes: int) -> list[bytes]:
