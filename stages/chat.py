@@ -123,7 +123,7 @@ class Chat:
         used = self._length(self.messages) if self.messages else 0
         return (
             f"temperature {s.temperature:g}, top_k {s.top_k}, top_p {s.top_p:g}, seed {s.seed}, max_tokens {self.max_tokens}; "
-            f"{turns} turns, {used} of {self._engine.config.context} tokens"
+            f"{turns} turn{'s' * (turns != 1)}, {used} of {self._engine.config.context} tokens"
         )
 
     def _length(self, messages: list[dict[str, str]]) -> int:
@@ -160,7 +160,7 @@ def reply(chat: Chat, text: str) -> Ending:
     if ending != "model":
         reasons = {
             "interrupt": "stopped",
-            "max_tokens": f"cut after {chat.max_tokens} tokens; /max_tokens allows more",
+            "max_tokens": f"cut at max_tokens = {chat.max_tokens}",
             "context": "cut: the context is full",
         }
         tell(f"({reasons[ending]})")

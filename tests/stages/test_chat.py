@@ -130,7 +130,7 @@ def test_max_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert reply(one, "?") == "max_tokens"
     printed = capsys.readouterr()
     assert printed.out == "abcd\n"
-    assert "4 tokens" in printed.err
+    assert "max_tokens = 4" in printed.err
 
 
 # Each setting by its command; a value that is none must change nothing and name the setting.
