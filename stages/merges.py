@@ -12,7 +12,7 @@ Source: Sennrich et al. 2016, arXiv:1508.07909, algorithm 1; the tie-break is th
 import numpy as np
 
 from kernels.cpu.jit import jit
-from stages.pretokenizer import Array, find_word, hash_slot
+from stages.pretokenizer import Array, hash_slot
 
 # Columns of `nodes` (one row a byte of the words): the token that starts there (-1: inside a token), the rows where the
 # next and the previous token of the word start (-1: none), and how often the word occurs.
@@ -111,9 +111,7 @@ def _raise_count(
 
 
 @jit
-def _merge_at(
-    node: int, token: int, nodes: Array, pairs: Array, places: Array, merge: int, state: Array, raised: Array
-) -> None:
+def _merge_at(node: int, token: int, nodes: Array, pairs: Array, places: Array, merge: int, state: Array, raised: Array) -> None:
     """Make one token of the one at `node` and its next, and recount the pairs with their neighbours."""
     gone = int(nodes[node, NEXT])
     left, right = int(nodes[node, TOKEN]), int(nodes[gone, TOKEN])
@@ -165,18 +163,16 @@ def _merge_everywhere(
 
 
 @jit
-def _lay_out(data: Array, words: Array, byte_tokens: Array) -> tuple[Array, Array]:
-    """The words' bytes joined, and their nodes."""
+def _lay_out(data: Array, words: Array, byte_tokens: Array) -> Array:
+    """The nodes of the words, one after the other."""
     length = 0
     for word in range(words.shape[0]):
         length += words[word, 1] - words[word, 0]
-    text = np.empty(length, dtype=np.uint8)
     nodes = np.empty((length, 4), dtype=np.int32)
     node = 0
     for word in range(words.shape[0]):
         first = node
         for i in range(words[word, 0], words[word, 1]):
-            text[node] = data[i]
             nodes[node, TOKEN] = byte_tokens[data[i]]
             nodes[node, NEXT] = node + 1
             nodes[node, PREVIOUS] = node - 1
@@ -184,7 +180,7 @@ def _lay_out(data: Array, words: Array, byte_tokens: Array) -> tuple[Array, Arra
             node += 1
         nodes[first, PREVIOUS] = -1
         nodes[node - 1, NEXT] = -1
-    return text, nodes
+    return nodes
 
 
 @jit
@@ -218,7 +214,8 @@ def _pop_most_frequent(heap: Array, size: int, pairs: Array) -> tuple[int, int]:
 def learn_merges(data: Array, words: Array, byte_tokens: Array, num_tokens: int) -> Array:
     """Learn merges until there are `num_tokens` tokens, or no word has two tokens any more.
 
-    A merge whose bytes are those of an earlier token gives that token, and no new one.
+    No two merges give the same bytes: a pair is merged wherever it stands at once, so equal bytes that end as one token have
+    been merged in the same way.
 
     Args:
         data: (bytes,) uint8.
@@ -229,7 +226,7 @@ def learn_merges(data: Array, words: Array, byte_tokens: Array, num_tokens: int)
     Returns:
         (merges, 3) int32: left, right and resulting token, in the order learned.
     """
-    text, nodes = _lay_out(data, words, byte_tokens)
+    nodes = _lay_out(data, words, byte_tokens)
     places = np.empty((3 * nodes.shape[0] + 1, 2), dtype=np.int32)
     pairs: Array = np.zeros((1 << 18, 4), dtype=np.int64)
     raised = np.empty(2 * 65536, dtype=np.int64)
@@ -241,30 +238,15 @@ def learn_merges(data: Array, words: Array, byte_tokens: Array, num_tokens: int)
     # A pair is pushed for a place noted, and a merge takes a node: neither outgrows its array.
     heap, size = np.empty(places.shape[0], dtype=np.int64), 0
     merges, num_merges = np.empty((nodes.shape[0], 3), dtype=np.int32), 0
-    # Begin and end in `text` of an example of each token, and the table that finds a token by its bytes.
-    examples = np.zeros((num_tokens, 2), dtype=np.int64)
-    for token in range(256):
-        examples[token, 1] = 1
-    known = np.zeros((1 << 17, 4), dtype=np.int64)
-    num_known = 256
-    while num_known < num_tokens:
+    while 256 + num_merges < num_tokens:
         size = _push_raised(heap, size, pairs, raised, state)
-        pairs = _with_room(pairs, state[0], 2 * num_known + 2)
+        # A merge makes no more new pairs than its token with every other on either side.
+        pairs = _with_room(pairs, state[0], 2 * (256 + num_merges) + 2)
         slot, size = _pop_most_frequent(heap, size, pairs)
         if slot < 0:
             break
-        left, right = int(pairs[slot, PAIR]) - 1 >> 16, int(pairs[slot, PAIR]) - 1 & 0xFFFF
-        place = int(pairs[slot, PLACES])
-        while not _holds(nodes, int(places[place, 0]), left, right):
-            place = int(places[place, 1])
-        start = int(places[place, 0])
-        end = start + examples[left, 1] - examples[left, 0] + examples[right, 1] - examples[right, 0]
-        same = find_word(known, text, start, end, examples)
-        if known[same, 3] < 0:
-            known[same, 3] = num_known
-            examples[num_known, 0], examples[num_known, 1] = start, end
-            num_known += 1
-        merges[num_merges, 0], merges[num_merges, 1], merges[num_merges, 2] = left, right, known[same, 3]
+        pair, token = int(pairs[slot, PAIR]) - 1, 256 + num_merges
+        merges[num_merges, 0], merges[num_merges, 1], merges[num_merges, 2] = pair >> 16, pair & 0xFFFF, token
         num_merges += 1
-        _merge_everywhere(slot, int(known[same, 3]), nodes, pairs, places, num_merges, state, raised)
+        _merge_everywhere(slot, token, nodes, pairs, places, num_merges, state, raised)
     return merges[:num_merges].copy()

@@ -90,9 +90,8 @@ class Tokenizer:
         words = _words(data, ends, _threads(threads))
         merges = learn_merges(data, words, byte_tokens, vocab_size - len(special_tokens))
         token_bytes = [bytes([byte]) for byte in BYTE_ORDER]
-        for left, right, token in merges.tolist():
-            if token == len(token_bytes):
-                token_bytes.append(token_bytes[left] + token_bytes[right])
+        for left, right, _ in merges.tolist():
+            token_bytes.append(token_bytes[left] + token_bytes[right])
         largest = len(token_bytes) + len(special_tokens)
         if largest < vocab_size:
             hint = "set it to that, or learn from more text"

@@ -80,9 +80,9 @@ def naive_merges(texts: list[bytes], num_tokens: int) -> list[tuple[int, int, in
             break
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         text = token_bytes[best[0]] + token_bytes[best[1]]
-        if text not in token_bytes:
-            token_bytes.append(text)
-        token = token_bytes.index(text)
+        assert text not in token_bytes  # what learn_merges says
+        token = len(token_bytes)
+        token_bytes.append(text)
         merges.append((*best, token))
         merged: Counter[tuple[int, ...]] = Counter()
         for word, count in counts.items():
@@ -145,15 +145,13 @@ def test_cut_documents_have_the_same_words(documents: list[bytes], piece_bytes: 
         first = last
 
 
-# Stale counts, overlapping pairs in runs (aaaa), ties broken by hash order, a token made twice from other parts.
+# Stale counts, overlapping pairs in runs (aaaa), ties broken by hash order.
 @given(st.lists(st.text(alphabet="aab c'1", max_size=60).map(str.encode), min_size=1, max_size=4), st.integers(1, 40))
 @settings(max_examples=200, deadline=None)
 def test_merges_are_the_naive_ones(texts: list[bytes], more: int) -> None:
     expected = naive_merges(texts, 256 + more)
-    size = 256 + len({token for _, _, token in expected})
-    if size == 256:
-        return
-    assert Tokenizer.train(texts, size, []).merges == expected
+    if any(texts):
+        assert Tokenizer.train(texts, 256 + len(expected), []).merges == expected
 
 
 # The same over real text, where counts reach the thousands and thousands of pairs change at once.
