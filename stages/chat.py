@@ -97,7 +97,9 @@ class Chat:
         except KeyboardInterrupt:
             return "interrupt"
         finally:
-            self.messages = [*messages, {"role": "assistant", "content": self._words.decode(ids)}]
+            # Bytes that make no character are shown as U+FFFD, but the model shall not read that.
+            content = self._words.decode_bytes(ids).decode("utf-8", errors="ignore")
+            self.messages = [*messages, {"role": "assistant", "content": content}]
             self._answers += 1
         if len(ids) < limit:
             return "model"

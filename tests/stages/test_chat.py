@@ -73,6 +73,7 @@ def test_streams_whole_characters() -> None:
     shown: list[str] = []
     assert one.answer(one.fit("?")[0], shown.append) == "model"
     assert [text for text in shown if text] == ["a", "\u20ac", "\U0001f600", "b", "\ufffd"]
+    assert one.messages[-1]["content"] == "a\u20ac\U0001f600b", "the mark of a broken character is no part of the conversation"
 
 
 # Ctrl-C must end the answer alone: the program goes on, and the model remembers what it had said.
