@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from kernels.batch import Batch, head_weight_sums
 from kernels.config import ModelConfig, Numerics
-from kernels.engine import AdamW, Batch, Engine, head_weight_sums
+from kernels.engine import AdamW, Engine
 
 EULER: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "mtp_heads": 4}
 GPT2: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}

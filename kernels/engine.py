@@ -11,29 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.batch import Batch, document_start, head_targets
 from kernels.config import ModelConfig, Numerics
 from kernels.cpu import CpuOps
 from kernels.memory import Arena, activation_plan, parameter_plan, report
-from kernels.model import Cache, Transformer, decay_runs, flat_size, initial_weights, named, parameter_table
+from kernels.model import Cache, Transformer
+from kernels.parameters import decay_runs, flat_size, initial_weights, named, parameter_table
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch.
-
-    Args:
-        tokens:      (B, T) int32, the input ids.
-        targets:     (B, T) int32, the id that follows each token.
-        document:    (B, T) int32, equal within a document, whose tokens stand together; attention and positions stay within it.
-        loss_weight: (B, T) fp32, the weight of each target in the loss; 0 leaves it out.
-    """
-
-    tokens: NDArray[np.int32]
-    targets: NDArray[np.int32]
-    document: NDArray[np.int32]
-    loss_weight: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -64,35 +49,6 @@ class Evaluation:
     weight: NDArray[np.float32]
 
 
-def document_start(document: Array) -> NDArray[np.int32]:
-    """(B, T) int32: the index in its row at which each position's document begins."""
-    index = np.arange(document.shape[1], dtype=np.int32)
-    begins = np.ones(document.shape, np.bool_)
-    begins[:, 1:] = document[:, 1:] != document[:, :-1]
-    return np.maximum.accumulate(np.where(begins, index, 0), axis=1).astype(np.int32)
-
-
-def head_targets(batch: Batch, mtp_heads: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Targets and weights (K, B, T) of every prediction head.
-
-    Head k at position t is trained on targets[t + k], with that target's weight, where t + k lies in the row and in the
-    same document; elsewhere the weight is 0.
-    """
-    targets = np.zeros((mtp_heads, *batch.targets.shape), np.int32)
-    weight = np.zeros(targets.shape, np.float32)
-    for k in range(mtp_heads):
-        end = batch.targets.shape[1] - k
-        targets[k, :, :end] = batch.targets[:, k:]
-        same = batch.document[:, k:] == batch.document[:, :end]
-        weight[k, :, :end] = np.where(same, batch.loss_weight[:, k:], 0)
-    return targets, weight
-
-
-def head_weight_sums(batch: Batch, mtp_heads: int) -> NDArray[np.float64]:
-    """(K,) fp64: the sum of each head's weights over the batch, what its loss is divided by."""
-    return head_targets(batch, mtp_heads)[1].sum(axis=(1, 2), dtype=np.float64)
-
-
 class Engine:
     """One model on one device.
 
@@ -102,7 +58,7 @@ class Engine:
         micro_batch: most sequences in a batch.
         device: "auto" or "cpu".
         threads: CPU threads, 0 for all.
-        seed: of the initial weights.
+        seed: of the initial weights; None leaves them zero, for load to fill.
         training: whether gradients, moments and each layer's activations are held.
         dtype: np.float64 makes an engine whose gradients can be checked by differences.
 
@@ -118,7 +74,7 @@ class Engine:
         micro_batch: int,
         device: str = "auto",
         threads: int = 0,
-        seed: int = 0,
+        seed: int | None = 0,
         training: bool = True,
         dtype: type[np.floating[Any]] = np.float32,
     ) -> None:
@@ -131,16 +87,17 @@ class Engine:
         self._table = parameter_table(config)
         size, held = flat_size(self._table), self.ops.dtype
         rows = micro_batch * config.context
-        self._plan = parameter_plan(size, training=training, dtype=held)
-        self._plan += activation_plan(config, numerics, rows, training=training, dtype=held)
+        flat = parameter_plan(size, training=training, dtype=held)
+        self._plan = flat + activation_plan(config, numerics, rows, training=training, dtype=held)
         arena = Arena(self._plan, self.ops.allocate)
-        self._flat = {name: arena.view(name, (size,)) for name in (b.name for b in parameter_plan(size, training=training, dtype=held))}
+        self._flat = {buffer.name: arena.view(buffer.name, buffer.shape) for buffer in flat}
         grads = named(self._flat["gradients"], self._table) if training else {}
         self._weights = named(self._flat["parameters"], self._table)
         self._model = Transformer(config, numerics, self.ops, self._weights, grads, arena)
         self._arena, self._grads, self._decays = arena, grads, decay_runs(self._table)
         self._step, self._nll_sums = np.zeros((), np.int64), np.zeros(config.mtp_heads)
-        self.load(initial_weights(config, seed))
+        if seed is not None:
+            self.load(initial_weights(config, seed))
 
     def describe(self) -> str:
         """What was chosen, in a line."""
@@ -206,11 +163,18 @@ class Engine:
         """Sum gradients and losses over all ranks; one device has nothing to sum."""
 
     def update(self, optimizer: AdamW, lr: float) -> Update:
-        """Clip the accumulated gradient, apply AdamW once and clear the gradient."""
-        self._step += 1
+        """Clip the accumulated gradient, apply AdamW once and clear the gradient.
+
+        A gradient whose norm is not finite is neither applied nor cleared, so that first_nonfinite can name its tensor.
+        """
         norm = np.empty((), np.float64)
         grads, o = self._flat["gradients"], optimizer
         self.ops.grad_norm(norm, grads)
+        sums = self._nll_sums.copy()
+        self._nll_sums[...] = 0
+        if not np.isfinite(norm):
+            return Update(sums, float(norm))
+        self._step += 1
         self.ops.adamw(
             self._flat["parameters"],
             self._flat["exp_avg"],
@@ -227,8 +191,6 @@ class Engine:
             grad_clip=o.grad_clip,
         )
         grads[...] = 0
-        sums = self._nll_sums.copy()
-        self._nll_sums[...] = 0
         return Update(sums, float(norm))
 
     def evaluate(self, batch: Batch) -> Evaluation:

@@ -10,7 +10,7 @@ integer, whatever the number of updates, accumulated micro-batches or ranks, and
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.engine import Batch
+from kernels.batch import Batch
 from stages.shard_format import ShardSet
 
 ROUNDS = 6  # of the Feistel network; four are enough in theory, more cost nothing beside a step

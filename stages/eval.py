@@ -107,7 +107,7 @@ class Evaluation:
         """An engine that holds the model."""
         runtime = self._settings.runtime
         engine = Engine(model.config, self._settings.numerics, micro_batch=self._settings.eval.micro_batch,
-                        device=runtime.device, threads=runtime.threads, training=False)  # fmt: skip
+                        device=runtime.device, threads=runtime.threads, seed=None, training=False)  # fmt: skip
         engine.load(model.weights)
         return engine
 

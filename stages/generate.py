@@ -71,7 +71,7 @@ def open_model(model: str, tokenizer: Path) -> tuple[Engine, Tokenizer]:
             raise ValueError(f"{path}: no such file; `make repro` trains the models, and {option} names another place")
     words = Tokenizer.load(tokenizer)
     checkpoint = load(folder, words.sha256)
-    engine = Engine(checkpoint.config, Numerics(), micro_batch=1, training=False)
+    engine = Engine(checkpoint.config, Numerics(), micro_batch=1, seed=None, training=False)
     engine.load(checkpoint.weights)
     return engine, words
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.engine import Batch
+from kernels.batch import Batch
 from stages.batches import shuffled
 from stages.conversations import Rendered
 

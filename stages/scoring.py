@@ -8,7 +8,8 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.engine import Batch, Engine
+from kernels.batch import Batch
+from kernels.engine import Engine
 from kernels.generation import Sampling, generate_batch
 from stages.batches import EvalWindows
 from stages.conversations import Messages, Rendered, render_all, shuffle_questions

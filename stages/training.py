@@ -18,8 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
+from kernels.batch import Batch, head_weight_sums
 from kernels.config import ModelConfig
-from kernels.engine import AdamW, Batch, Engine, head_weight_sums
+from kernels.engine import AdamW, Engine
 from stages import checkpoint
 from stages.checkpoint import ResumeFolder, State, fingerprint, resume_root, sources
 from stages.metrics import MOST_ROWS, Display, Progress, Record, Speed, now, open_display, versions, write_provenance

@@ -9,15 +9,17 @@ max(|analytic|, |numeric|, 1e-4 of the tensor's largest gradient), and fails whe
 import argparse
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.batch import Batch, head_targets, head_weight_sums
 from kernels.config import ModelConfig, Numerics
-from kernels.engine import Batch, Engine, head_targets, head_weight_sums
+from kernels.engine import Engine
 
 # Odd sizes on purpose: a head width that no vector divides, a vocabulary with padding, three queries a key.
-SIZES = {"vocab_size": 61, "layers": 2, "dim": 30, "ffn": 22, "context": 11}
+SIZES: dict[str, Any] = {"vocab_size": 61, "layers": 2, "dim": 30, "ffn": 22, "context": 11}
 MODELS = {
     "euler": ModelConfig(**SIZES, heads=3, kv_heads=1, mtp_heads=3),
     "gpt2": ModelConfig(

@@ -54,7 +54,7 @@ def test_every_experiment_composes(name: str) -> None:
     ],
 )
 def test_models_have_their_size(model: str, vocab_size: int, parameters: int) -> None:
-    from kernels.model import parameter_table
+    from kernels.parameters import parameter_table
 
     config = validate(compose(ROOT, [f"model={model}"])).model.config(vocab_size)
     padding = (config.padded_vocab - vocab_size) * config.dim

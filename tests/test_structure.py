@@ -51,7 +51,7 @@ FORWARD_ONLY = ("decode_attention", "weighted_sum")
 UNTRACKED = "stages/settings.py"
 
 FILE_LINES, TEST_LINES, FUNCTION_LINES = 300, 500, 80
-LONG_FILES = {"kernels/engine.py": 320, "kernels/model.py": 320}  # the whole of one class each
+LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 
 

@@ -19,7 +19,7 @@ def adamw(
     decays: Flags,
     grad_norm: Array,
     lr: Array,
-    step: Array,
+    step: np.ndarray[Any, np.dtype[np.int64]],
     *,
     beta1: float,
     beta2: float,

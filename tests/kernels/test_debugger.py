@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from kernels.batch import Batch, head_weight_sums
 from kernels.config import Numerics
-from kernels.engine import AdamW, Batch, Engine, head_weight_sums
+from kernels.engine import AdamW, Engine
 from tests.compare import Arrays, assert_calibrated
 from tests.gradient_check import MODELS, MTP_WEIGHTS
 

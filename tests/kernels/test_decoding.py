@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels.batch import Batch
 from kernels.config import Numerics
-from kernels.engine import Batch, Engine
+from kernels.engine import Engine
 from tests.compare import UNIT, Array, assert_calibrated, assert_same_bits, assert_within
 from tests.gradient_check import MODELS
 

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from kernels.batch import Batch
 from kernels.config import ModelConfig, Numerics
-from kernels.engine import Batch, Engine
+from kernels.engine import Engine
 from kernels.generation import Sampling, generate, generate_batch
 from kernels.model import Cache
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kernels.engine import Engine
-from kernels.model import parameter_table
+from kernels.parameters import parameter_table
 from tests.gradient_check import LIMIT, MODELS, check_model, make_problem
 
 

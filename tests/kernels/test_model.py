@@ -9,19 +9,8 @@ import pytest
 from kernels.config import ModelConfig, Numerics
 from kernels.cpu import CpuOps
 from kernels.memory import Arena, activation_plan
-from kernels.model import (
-    INIT_DIM,
-    INIT_STD,
-    RANKS,
-    RUN,
-    Cache,
-    Transformer,
-    decay_runs,
-    flat_size,
-    initial_weights,
-    named,
-    parameter_table,
-)
+from kernels.model import Cache, Transformer
+from kernels.parameters import INIT_DIM, INIT_STD, RANKS, RUN, decay_runs, flat_size, initial_weights, named, parameter_table
 from tests.gradient_check import MODELS
 
 GPT2 = ModelConfig(

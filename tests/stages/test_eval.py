@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels.batch import Batch
 from kernels.config import ModelConfig, Numerics
-from kernels.engine import Batch, Engine
+from kernels.engine import Engine
 from kernels.generation import Sampling
 from stages import checkpoint, eval, scoring
 from stages.batches import EvalWindows

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.engine import Batch
+from kernels.batch import Batch
 from stages.conversations import Rendered
 from stages.packing import EvalConversations, SftBatches, pack
 

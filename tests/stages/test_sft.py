@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels.batch import Batch
 from kernels.config import Numerics
-from kernels.engine import Batch, Engine
+from kernels.engine import Engine
 from stages import checkpoint, pretrain, sft
 from stages.conversations import read_conversations, render
 from stages.settings import Settings

@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from kernels.batch import Batch
 from kernels.config import ModelConfig, Numerics
-from kernels.engine import AdamW, Batch, Engine
+from kernels.engine import AdamW, Engine
 from stages import training as training_module
 from stages.checkpoint import ResumeFolder
 from stages.metrics import MOST_ROWS, PlainDisplay, Progress, Record

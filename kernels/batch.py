@@ -1,0 +1,52 @@
+"""A micro-batch, and what the engine reads from it: where documents begin, and what each prediction head is trained on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch.
+
+    Args:
+        tokens:      (B, T) int32, the input ids.
+        targets:     (B, T) int32, the id that follows each token.
+        document:    (B, T) int32, equal within a document, whose tokens stand together; attention and positions stay within it.
+        loss_weight: (B, T) fp32, the weight of each target in the loss; 0 leaves it out.
+    """
+
+    tokens: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    document: NDArray[np.int32]
+    loss_weight: NDArray[np.float32]
+
+
+def document_start(document: NDArray[np.int32]) -> NDArray[np.int32]:
+    """(B, T) int32: the index in its row at which each position's document begins."""
+    index = np.arange(document.shape[1], dtype=np.int32)
+    begins = np.ones(document.shape, np.bool_)
+    begins[:, 1:] = document[:, 1:] != document[:, :-1]
+    return np.maximum.accumulate(np.where(begins, index, 0), axis=1).astype(np.int32)
+
+
+def head_targets(batch: Batch, mtp_heads: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Targets and weights (K, B, T) of every prediction head.
+
+    Head k at position t is trained on targets[t + k], with that target's weight, where t + k lies in the row and in the
+    same document; elsewhere the weight is 0.
+    """
+    targets = np.zeros((mtp_heads, *batch.targets.shape), np.int32)
+    weight = np.zeros(targets.shape, np.float32)
+    for k in range(mtp_heads):
+        end = batch.targets.shape[1] - k
+        targets[k, :, :end] = batch.targets[:, k:]
+        same = batch.document[:, k:] == batch.document[:, :end]
+        weight[k, :, :end] = np.where(same, batch.loss_weight[:, k:], 0)
+    return targets, weight
+
+
+def head_weight_sums(batch: Batch, mtp_heads: int) -> NDArray[np.float64]:
+    """(K,) fp64: the sum of each head's weights over the batch, what its loss is divided by."""
+    return head_targets(batch, mtp_heads)[1].sum(axis=(1, 2), dtype=np.float64)

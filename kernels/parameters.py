@@ -1,0 +1,119 @@
+"""The parameter table: every tensor's name, shape and place in the flat arrays, and how it begins."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.config import ModelConfig
+
+Array = np.ndarray[Any, Any]
+
+# Each parameter starts at a multiple of this many elements of the flat arrays, and their whole length divides by
+# RANKS of them, so that a vector load never straddles two parameters and up to RANKS processes can share the update.
+RUN = 64
+RANKS = 8
+# Standard deviation of GPT-2's initial weights, at its width of 768; other widths keep the variance of a product.
+INIT_STD, INIT_DIM = 0.02, 768
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor: its place in the flat arrays, whether weight decay applies, and how it begins (std 0: all ones)."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    decays: bool
+    std: float | None
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def runs(self) -> int:
+        """Runs of RUN elements that the tensor takes up."""
+        return -(-self.size // RUN)
+
+
+def parameter_table(config: ModelConfig) -> list[Parameter]:
+    """All parameters, in the order in which backward finishes their gradients.
+
+    Linear weights are (outputs, inputs). `qkv` stacks the query heads, the key heads and the value heads; `up` of a SwiGLU
+    stacks gate and up; `head` stacks the prediction heads that are not the token embedding itself.
+    """
+    c, table, offset = config, [], 0
+    std = INIT_STD * math.sqrt(INIT_DIM / c.dim)
+
+    def add(name: str, *shape: int, std: float | None) -> None:
+        nonlocal offset
+        table.append(Parameter(name, shape, offset, decays=len(shape) > 1, std=std))
+        offset += table[-1].runs * RUN
+
+    def add_norm(name: str) -> None:
+        add(f"{name}.weight", c.dim, std=None)
+        if c.norm == "layernorm":
+            add(f"{name}.bias", c.dim, std=0.0)
+
+    def add_linear(name: str, outputs: int, inputs: int, std: float) -> None:
+        add(f"{name}.weight", outputs, inputs, std=std)
+        if c.bias:
+            add(f"{name}.bias", outputs, std=0.0)
+
+    own_heads = c.mtp_heads - c.tied_head
+    if own_heads:
+        add("head.weight", own_heads, c.padded_vocab, c.dim, std=std)
+    add_norm("norm")
+    for i in reversed(range(c.layers)):
+        block = f"blocks.{i}."
+        # The 2 L branches that are added to the stream begin smaller, so that the stream's variance does not grow with depth.
+        add_linear(f"{block}down", c.dim, c.ffn, std / math.sqrt(2 * c.layers))
+        add_linear(f"{block}up", c.ffn * (2 if c.mlp == "swiglu" else 1), c.dim, std)
+        add_norm(f"{block}norm2")
+        add_linear(f"{block}proj", c.dim, c.dim, std / math.sqrt(2 * c.layers))
+        add_linear(f"{block}qkv", (c.heads + 2 * c.kv_heads) * c.head_dim, c.dim, std)
+        add_norm(f"{block}norm1")
+    if c.position == "learned":
+        add("pos.weight", c.context, c.dim, std=std)
+    add("tok.weight", c.padded_vocab, c.dim, std=std)
+    return table
+
+
+def flat_size(table: list[Parameter]) -> int:
+    """Elements of a flat array over the table: every parameter in whole runs, the end padded to RANKS runs."""
+    end = table[-1].offset + table[-1].runs * RUN
+    return -(-end // (RUN * RANKS)) * RUN * RANKS
+
+
+def decay_runs(table: list[Parameter]) -> NDArray[np.bool_]:
+    """(flat_size / RUN,) bool: whether weight decay applies to each run."""
+    decays = np.zeros(flat_size(table) // RUN, np.bool_)
+    for p in table:
+        decays[p.offset // RUN : p.offset // RUN + p.runs] = p.decays
+    return decays
+
+
+def named(flat: Array, table: list[Parameter]) -> dict[str, Array]:
+    """Views of a flat array by parameter name."""
+    return {p.name: flat[p.offset : p.offset + p.size].reshape(p.shape) for p in table}
+
+
+def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.float32]]:
+    """Normal weights, ones for norms and zeros for biases; the same on every device. Padding rows of the vocabulary are zero."""
+    weights = {}
+    for index, p in enumerate(parameter_table(config)):
+        if p.std is None:
+            weights[p.name] = np.ones(p.shape, np.float32)
+        elif p.std == 0:
+            weights[p.name] = np.zeros(p.shape, np.float32)
+        else:
+            # A stream of its own for each tensor: another vocabulary or depth leaves the others as they were.
+            normal = np.random.Generator(np.random.PCG64([seed, index])).standard_normal(p.shape, np.float32)
+            weights[p.name] = normal * np.float32(p.std)
+        if p.name in ("tok.weight", "head.weight"):
+            weights[p.name][..., config.vocab_size :, :] = 0
+    return weights
