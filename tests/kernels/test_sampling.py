@@ -41,6 +41,10 @@ def test_ties_go_to_the_smaller_id() -> None:
     assert draw(logits, np.array([0.9]), temperature=0.0).tolist() == [1]
     assert draw(logits, np.array([0.999]), top_k=2).tolist() == [2]
     assert draw(logits, np.array([0.4]), top_k=2).tolist() == [1]
+    # Long and mixed enough that a sort which is not stable shows.
+    mixed = np.random.default_rng(0).integers(3, size=500).astype(np.float32)
+    likeliest = np.flatnonzero(mixed == 2)[:3].tolist()
+    assert draw(np.tile(mixed, (3, 1)), np.array([0.1, 0.5, 0.9]), top_k=3).tolist() == likeliest
 
 
 # Probabilities of softmax(logits / temperature): a temperature that multiplies, or a cumulative sum off by one. The
@@ -78,6 +82,12 @@ def test_top_p_after_top_k() -> None:
     logits = np.log([0.2, 0.4, 0.1, 0.3]).tolist()
     assert np.flatnonzero(draws(logits, 500, top_k=2, top_p=0.55)).tolist() == [1]
     assert np.flatnonzero(draws(logits, 500, top_k=2, top_p=0.6)).tolist() == [1, 3]
+
+
+# A border of the cumulative distribution belongs to the token above it: 0 to the first, nothing to a token past the last.
+def test_borders_of_the_draw() -> None:
+    logits = np.zeros((4, 4), np.float32)
+    assert draw(logits, np.array([0, 0.25, 0.5, 0.75])).tolist() == [0, 1, 2, 3]
 
 
 # One draw for the whole batch gives every row the same first token.
