@@ -84,6 +84,7 @@ class Engine:
             raise ValueError(f"numerics.precision: the CPU computes in fp32, got {numerics.precision}; set it to fp32")
         self.config, self.micro_batch, self.training, self.device = config, micro_batch, training, "cpu"
         self.ops = CpuOps(dtype, threads)
+        self.threads = self.ops.threads
         self._table = parameter_table(config)
         size, held = flat_size(self._table), self.ops.dtype
         rows = micro_batch * config.context

