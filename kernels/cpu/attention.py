@@ -1,8 +1,8 @@
-"""Causal grouped-query attention, a row of scores at a time.
+"""Causal grouped-query attention, TILE queries at a time.
 
-A task owns one key/value head of one sequence and all query heads that share it, so dk and dv are summed without a lock.
-Keys and values are copied once a task to rows of one feature each (D, T): every product then runs along the sequence, over
-the keys a query may see and no others, and vectorises.
+A task owns one key/value head of one sequence and all query heads that share it, so dk and dv are summed without a lock; the
+documents of the sequence are separate problems one after the other. Keys and values of a document are copied once to rows of
+one feature each (D, keys): every product then runs along the keys that a tile's queries may see and no others, and vectorises.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ from kernels.cpu.jit import jit, pjit
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
-# Features, or queries, taken together in an inner loop: each score is then loaded and stored once for four products.
+# Queries, and features, taken together in an inner loop, where each value loaded serves TILE products. The loops below are
+# written out for 4.
 TILE = 4
 
 
@@ -57,146 +58,185 @@ def attention_backward(dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Ar
 
 @jit
 def _features(columns, rows):  # type: ignore[no-untyped-def]
-    """Copy rows (T, D) to columns (D rounded up to TILE, T); the rows that padding adds are zero."""
-    columns[rows.shape[1] :] = 0
+    """Copy rows (keys, D) to the first columns of (D rounded up to TILE, T); the rows that padding adds stay zero."""
     for j in range(rows.shape[0]):
         for d in range(rows.shape[1]):
             columns[d, j] = rows[j, d]
 
 
 @jit
-def _project(score, vector, columns, low):  # type: ignore[no-untyped-def]
-    """score[j] = vector . columns[:, low + j]."""
-    count = score.size
-    score[:] = 0
-    for d in range(0, columns.shape[0], TILE):
-        a0, a1, a2, a3 = vector[d], vector[d + 1], vector[d + 2], vector[d + 3]
-        c0, c1 = columns[d, low : low + count], columns[d + 1, low : low + count]
-        c2, c3 = columns[d + 2, low : low + count], columns[d + 3, low : low + count]
-        for j in range(count):
-            score[j] += a0 * c0[j] + a1 * c1[j] + a2 * c2[j] + a3 * c3[j]
+def _gather(vectors, rows, scale):  # type: ignore[no-untyped-def]
+    """vectors[r] = rows[r] * scale for up to TILE rows (n, D); what is left of the tile becomes zero."""
+    vectors[rows.shape[0] :] = 0
+    for r in range(rows.shape[0]):
+        for d in range(rows.shape[1]):
+            vectors[r, d] = rows[r, d] * scale
 
 
 @jit
-def _combine(vector, score, columns, low):  # type: ignore[no-untyped-def]
-    """vector[d] = sum over j of score[j] * columns[d, low + j]."""
-    count, zero = score.size, vector.dtype.type(0)
+def _project(scores, vectors, columns, keys):  # type: ignore[no-untyped-def]
+    """scores[r, j] = vectors[r] . columns[:, j] for the TILE queries r and j < keys."""
+    s0, s1, s2, s3 = scores[0], scores[1], scores[2], scores[3]
+    scores[:, :keys] = 0
     for d in range(0, columns.shape[0], TILE):
+        c0, c1, c2, c3 = columns[d], columns[d + 1], columns[d + 2], columns[d + 3]
+        a0, a1, a2, a3 = vectors[0, d], vectors[0, d + 1], vectors[0, d + 2], vectors[0, d + 3]
+        b0, b1, b2, b3 = vectors[1, d], vectors[1, d + 1], vectors[1, d + 2], vectors[1, d + 3]
+        for j in range(keys):
+            s0[j] += a0 * c0[j] + a1 * c1[j] + a2 * c2[j] + a3 * c3[j]
+            s1[j] += b0 * c0[j] + b1 * c1[j] + b2 * c2[j] + b3 * c3[j]
+        a0, a1, a2, a3 = vectors[2, d], vectors[2, d + 1], vectors[2, d + 2], vectors[2, d + 3]
+        b0, b1, b2, b3 = vectors[3, d], vectors[3, d + 1], vectors[3, d + 2], vectors[3, d + 3]
+        for j in range(keys):
+            s2[j] += a0 * c0[j] + a1 * c1[j] + a2 * c2[j] + a3 * c3[j]
+            s3[j] += b0 * c0[j] + b1 * c1[j] + b2 * c2[j] + b3 * c3[j]
+
+
+@jit
+def _combine(vectors, scores, columns, keys):  # type: ignore[no-untyped-def]
+    """vectors[r, d] = sum over j < keys of scores[r, j] * columns[d, j] for the TILE queries r."""
+    s0, s1, s2, s3 = scores[0], scores[1], scores[2], scores[3]
+    zero = vectors.dtype.type(0)
+    for d in range(0, columns.shape[0], 2):
+        c0, c1 = columns[d], columns[d + 1]
         a0, a1, a2, a3 = zero, zero, zero, zero
-        c0, c1 = columns[d, low : low + count], columns[d + 1, low : low + count]
-        c2, c3 = columns[d + 2, low : low + count], columns[d + 3, low : low + count]
-        for j in range(count):
-            a0 += score[j] * c0[j]
-            a1 += score[j] * c1[j]
-            a2 += score[j] * c2[j]
-            a3 += score[j] * c3[j]
-        vector[d], vector[d + 1], vector[d + 2], vector[d + 3] = a0, a1, a2, a3
+        b0, b1, b2, b3 = zero, zero, zero, zero
+        for j in range(keys):
+            a0 += s0[j] * c0[j]
+            a1 += s1[j] * c0[j]
+            a2 += s2[j] * c0[j]
+            a3 += s3[j] * c0[j]
+            b0 += s0[j] * c1[j]
+            b1 += s1[j] * c1[j]
+            b2 += s2[j] * c1[j]
+            b3 += s3[j] * c1[j]
+        vectors[0, d], vectors[1, d], vectors[2, d], vectors[3, d] = a0, a1, a2, a3
+        vectors[0, d + 1], vectors[1, d + 1], vectors[2, d + 1], vectors[3, d + 1] = b0, b1, b2, b3
 
 
 @jit
-def _scatter(columns, scores, vectors, low, high):  # type: ignore[no-untyped-def]
-    """columns[d, j] += sum over the TILE queries r of vectors[r, d] * scores[r, j], for low <= j < high."""
-    s0, s1, s2, s3 = scores[0, low:high], scores[1, low:high], scores[2, low:high], scores[3, low:high]
+def _scatter(columns, scores, vectors, keys):  # type: ignore[no-untyped-def]
+    """columns[d, j] += sum over the TILE queries r of vectors[r, d] * scores[r, j] for j < keys."""
+    s0, s1, s2, s3 = scores[0], scores[1], scores[2], scores[3]
     for d in range(columns.shape[0]):
+        column = columns[d]
         a0, a1, a2, a3 = vectors[0, d], vectors[1, d], vectors[2, d], vectors[3, d]
-        column = columns[d, low:high]
-        for j in range(column.size):
+        for j in range(keys):
             column[j] += a0 * s0[j] + a1 * s1[j] + a2 * s2[j] + a3 * s3[j]
 
 
 @jit
-def _softmax(score):  # type: ignore[no-untyped-def]
-    """Replace scores by exp(score - largest); return (largest, sum of the exponentials)."""
+def _softmax(score, seen, keys):  # type: ignore[no-untyped-def]
+    """Turn the first `seen` scores into their softmax and the others below `keys` into 0; return log sum exp."""
     largest = score[0]
-    for j in range(1, score.size):
+    for j in range(1, seen):
         largest = max(largest, score[j])
     total = score.dtype.type(0)
-    for j in range(score.size):
+    for j in range(seen):
         weight = exp(score[j] - largest)
         score[j] = weight
         total += weight
-    return largest, total
+    scale = score.dtype.type(1) / total
+    for j in range(seen):
+        score[j] *= scale
+    score[seen:keys] = 0
+    return largest + np.log(total)
 
 
 @pjit
 def _forward(out, lse, qkv, start):  # type: ignore[no-untyped-def]
     batch, length, heads, head_dim = out.shape
     kv_heads = (qkv.shape[2] - heads) // 2
-    group = heads // kv_heads
+    group, dtype = heads // kv_heads, qkv.dtype
     padded = (head_dim + TILE - 1) // TILE * TILE
-    scale = qkv.dtype.type(1) / np.sqrt(qkv.dtype.type(head_dim))
+    scale = dtype.type(1) / np.sqrt(dtype.type(head_dim))
     for task in prange(batch * kv_heads):
         b, shared = task // kv_heads, task % kv_heads
-        keys = np.empty((padded, length), qkv.dtype)
-        values = np.empty((padded, length), qkv.dtype)
-        score = np.empty(length, qkv.dtype)
-        query, mean = np.zeros(padded, qkv.dtype), np.empty(padded, qkv.dtype)
-        _features(keys, qkv[b, :, heads + shared])
-        _features(values, qkv[b, :, heads + kv_heads + shared])
-        for head in range(shared * group, (shared + 1) * group):
-            for t in range(length):
-                low = start[b, t]
-                for d in range(head_dim):
-                    query[d] = qkv[b, t, head, d] * scale
-                seen = score[low : t + 1]
-                _project(seen, query, keys, low)
-                largest, total = _softmax(seen)
-                _combine(mean, seen, values, low)
-                for d in range(head_dim):
-                    out[b, t, head, d] = mean[d] / total
-                lse[b, head, t] = largest + np.log(total)
+        keys, values = np.zeros((padded, length), dtype), np.zeros((padded, length), dtype)
+        scores = np.empty((TILE, length), dtype)
+        queries, means = np.zeros((TILE, padded), dtype), np.empty((TILE, padded), dtype)
+        begin = 0
+        while begin < length:
+            end = _document_end(start, b, begin)
+            _features(keys, qkv[b, begin:end, heads + shared])
+            _features(values, qkv[b, begin:end, heads + kv_heads + shared])
+            for head in range(shared * group, (shared + 1) * group):
+                for first in range(begin, end, TILE):
+                    high = min(first + TILE, end)
+                    _gather(queries, qkv[b, first:high, head], scale)
+                    _project(scores, queries, keys, high - begin)
+                    for t in range(first, high):
+                        lse[b, head, t] = _softmax(scores[t - first], t + 1 - begin, high - begin)
+                    _combine(means, scores, values, high - begin)
+                    for t in range(first, high):
+                        for d in range(head_dim):
+                            out[b, t, head, d] = means[t - first, d]
+            begin = end
 
 
 @jit
-def _score_gradients(p, ds, query, dout, keys, values, lse, delta, low):  # type: ignore[no-untyped-def]
-    """p and ds of one query over the keys it sees, without the scale, which q and dq carry: see attention_backward."""
-    _project(p, query, keys, low)
-    _project(ds, dout, values, low)
-    for j in range(p.size):
+def _document_end(start, b, begin):  # type: ignore[no-untyped-def]
+    """The first position after the document that begins at `begin`."""
+    end = begin + 1
+    while end < start.shape[1] and start[b, end] == begin:
+        end += 1
+    return end
+
+
+@jit
+def _score_gradient(p, ds, lse, delta, seen, keys):  # type: ignore[no-untyped-def]
+    """From scores and dout . v of one query to p and ds, without the scale, which q and dq carry; 0 where unseen."""
+    for j in range(seen):
         weight = exp(p[j] - lse)
         p[j] = weight
         ds[j] = weight * (ds[j] - delta)
+    p[seen:keys] = 0
+    ds[seen:keys] = 0
 
 
 @pjit
 def _backward(dqkv, dout, out, lse, qkv, start):  # type: ignore[no-untyped-def]
     batch, length, heads, head_dim = out.shape
     kv_heads = (qkv.shape[2] - heads) // 2
-    group = heads // kv_heads
+    group, dtype = heads // kv_heads, qkv.dtype
     padded = (head_dim + TILE - 1) // TILE * TILE
-    dtype = qkv.dtype
-    scale = dtype.type(1) / np.sqrt(dtype.type(head_dim))
+    one = dtype.type(1)
+    scale = one / np.sqrt(dtype.type(head_dim))
     for task in prange(batch * kv_heads):
         b, shared = task // kv_heads, task % kv_heads
-        keys, values = np.empty((padded, length), dtype), np.empty((padded, length), dtype)
-        dkeys, dvalues = np.zeros((padded, length), dtype), np.zeros((padded, length), dtype)
+        keys, values = np.zeros((padded, length), dtype), np.zeros((padded, length), dtype)
+        dkeys, dvalues = np.empty((padded, length), dtype), np.empty((padded, length), dtype)
         p, ds = np.empty((TILE, length), dtype), np.empty((TILE, length), dtype)
         queries, douts = np.zeros((TILE, padded), dtype), np.zeros((TILE, padded), dtype)
-        dquery = np.empty(padded, dtype)
-        _features(keys, qkv[b, :, heads + shared])
-        _features(values, qkv[b, :, heads + kv_heads + shared])
-        for head in range(shared * group, (shared + 1) * group):
-            for first in range(0, length, TILE):
-                # The tile's queries share the range low <= j < high; what a query doesn't see of it is zero in p and ds.
-                low, high = start[b, first], min(first + TILE, length)
-                p[:, low:high] = 0
-                ds[:, low:high] = 0
-                for r in range(high - first):
-                    t = first + r
-                    delta = dtype.type(0)
-                    for d in range(head_dim):
-                        queries[r, d] = qkv[b, t, head, d] * scale
-                        douts[r, d] = dout[b, t, head, d]
-                        delta += dout[b, t, head, d] * out[b, t, head, d]
-                    see = start[b, t]
-                    seen_p, seen_ds = p[r, see : t + 1], ds[r, see : t + 1]
-                    _score_gradients(seen_p, seen_ds, queries[r], douts[r], keys, values, lse[b, head, t], delta, see)
-                    _combine(dquery, seen_ds, keys, see)
-                    for d in range(head_dim):
-                        dqkv[b, t, head, d] = dquery[d] * scale
-                _scatter(dkeys, ds, queries, low, high)
-                _scatter(dvalues, p, douts, low, high)
-        for t in range(length):
-            for d in range(head_dim):
-                dqkv[b, t, heads + shared, d] = dkeys[d, t]
-                dqkv[b, t, heads + kv_heads + shared, d] = dvalues[d, t]
+        dqueries = np.empty((TILE, padded), dtype)
+        begin = 0
+        while begin < length:
+            end = _document_end(start, b, begin)
+            _features(keys, qkv[b, begin:end, heads + shared])
+            _features(values, qkv[b, begin:end, heads + kv_heads + shared])
+            dkeys[:, : end - begin] = 0
+            dvalues[:, : end - begin] = 0
+            for head in range(shared * group, (shared + 1) * group):
+                for first in range(begin, end, TILE):
+                    high = min(first + TILE, end)
+                    _gather(queries, qkv[b, first:high, head], scale)
+                    _gather(douts, dout[b, first:high, head], one)
+                    _project(p, queries, keys, high - begin)
+                    _project(ds, douts, values, high - begin)
+                    for t in range(first, high):
+                        delta = dtype.type(0)
+                        for d in range(head_dim):
+                            delta += dout[b, t, head, d] * out[b, t, head, d]
+                        r = t - first
+                        _score_gradient(p[r], ds[r], lse[b, head, t], delta, t + 1 - begin, high - begin)
+                    _combine(dqueries, ds, keys, high - begin)
+                    _scatter(dkeys, ds, queries, high - begin)
+                    _scatter(dvalues, p, douts, high - begin)
+                    for t in range(first, high):
+                        for d in range(head_dim):
+                            dqkv[b, t, head, d] = dqueries[t - first, d] * scale
+            for t in range(begin, end):
+                for d in range(head_dim):
+                    dqkv[b, t, heads + shared, d] = dkeys[d, t - begin]
+                    dqkv[b, t, heads + kv_heads + shared, d] = dvalues[d, t - begin]
+            begin = end
