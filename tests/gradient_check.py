@@ -33,7 +33,7 @@ LIMIT = 1e-6
 
 # f'(x) = sum_i C_i (f(x + i h) - f(x - i h)) / h, exact for polynomials of degree 6.
 COEFFICIENTS = (45 / 60, -9 / 60, 1 / 60)
-STEPS = (0.016, 0.008, 0.004, 0.002)
+STEPS = (0.008, 0.004, 0.002, 0.001)
 
 
 @dataclass
