@@ -171,12 +171,10 @@ class Runtime:
     device: Literal["auto", "cpu", "cuda"]
     threads: int
     display: Literal["auto", "live", "plain"]
-    loggers: tuple[str, ...]
     plan: bool
 
     def __post_init__(self) -> None:
         check(self.threads >= 0, "runtime.threads", "at least 0 (0 is all cores)", self.threads)
-        check(not self.loggers, "runtime.loggers", "[], since none exists so far", list(self.loggers))
 
 
 @dataclass(frozen=True)

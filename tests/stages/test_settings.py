@@ -114,7 +114,6 @@ WRONG = [
     ("numerics.precision", "int8", "one of fp32"),
     ("runtime.device", "gpu", "one of auto, cpu, cuda"),
     ("runtime.threads", -1, "at least 0"),
-    ("runtime.loggers", ["wandb"], "none exists"),  # would be ignored
     ("corpus.sources", "wheel", "a list"),
 ]
 
