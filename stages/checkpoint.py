@@ -15,8 +15,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,43 +28,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from kernels.config import ModelConfig
-from stages.text_files import file_sha256
+from stages.text_files import file_sha256, replacing, unwritable, write_text
 
 WEIGHTS = "weights.safetensors"
 MODEL = "model.json"
 KEPT_STATES = 2  # the newest, and the one before it in case the newest is damaged
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the folder of `path`; what the block wrote there takes the place of `path` as a whole.
-
-    Raises:
-        ValueError: the file cannot be written (full disk, read-only folder); `path` is as it was.
-    """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        yield temporary
-        temporary.chmod(mode)  # safetensors makes files that only their owner can read
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())  # else a power cut may leave an empty file under the final name
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: cannot be written: {reason}; make room there or give this user the right") from None
-    finally:
-        if temporary.exists():
-            temporary.unlink()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 file whole or not at all; ValueError where that fails."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 @dataclass(frozen=True)
@@ -88,14 +57,22 @@ def save(folder: Path, weights: Mapping[str, np.ndarray], config: ModelConfig, t
     Raises:
         ValueError: the folder cannot be written.
     """
-    with replacing(folder / WEIGHTS) as temporary:
-        save_file({name: np.asarray(array, order="C") for name, array in weights.items()}, temporary)
+    write_arrays(folder / WEIGHTS, weights)
     model = {
         "config": config.to_dict(),
         "tokenizer_sha256": tokenizer_sha256,
         "weights_sha256": file_sha256(folder / WEIGHTS),
     }
     write_text(folder / MODEL, json.dumps(model, indent=2) + "\n")
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file whole or not at all; ValueError where it cannot be written."""
+    with replacing(path) as partial:
+        try:
+            save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, partial, metadata)
+        except SafetensorError as error:  # it knows no OSError
+            raise unwritable(path, error) from None
 
 
 def load(folder: Path, tokenizer_sha256: str | None = None) -> Checkpoint:
@@ -167,7 +144,7 @@ class ResumeFolder:
                 self._say(f"waiting for another run of the same work, which holds {self.folder}; Ctrl-C gives up")
                 waiting = True
             time.sleep(0.5)
-        for leftover in [*self.folder.glob("*.tmp"), *self.folder.glob("*.partial")]:
+        for leftover in self.folder.glob("*.partial"):
             leftover.unlink()
         self._name_others()
         return self
@@ -203,9 +180,7 @@ class ResumeFolder:
     def save(self, state: State) -> None:
         """Writes a state whole or not at all and keeps the last two; ValueError where it cannot be written."""
         partial = self.folder / f"{state.step:09d}.partial"
-        with replacing(partial) as temporary:
-            arrays = {name: np.asarray(array, order="C") for name, array in state.arrays.items()}
-            save_file(arrays, temporary, metadata={"record": json.dumps(state.record)})
+        write_arrays(partial, state.arrays, {"record": json.dumps(state.record)})
         # The content's hash is in the name: no state is taken for whole that was changed since.
         os.replace(partial, self.folder / f"{state.step:09d}-{file_sha256(partial)[:16]}.safetensors")
         for older in self._files()[KEPT_STATES:]:
@@ -233,7 +208,7 @@ class ResumeFolder:
         except Timeout:
             return False
         except OSError as error:
-            raise ValueError(f"{self.folder}: cannot be made: {error.strerror}; make {root} writable") from None
+            raise unwritable(self.folder, error.strerror) from None
         return True
 
 

@@ -16,7 +16,7 @@ from stages.conversation_sources import ROW_KEYS, Conversation, read_conversatio
 from stages.corpus import SPLITS, Conversations, Corpus, Document, divide, limited, mix
 from stages.settings import Settings, stage_main
 from stages.sources import Opened, open_source, read_source
-from stages.text_files import RowWriter, atomic_file, write_json
+from stages.text_files import RowWriter, atomic_file, write_json, writing
 
 FOLDER = Path("data/download")
 DOCUMENTS = {split: FOLDER / f"{split}.jsonl.zst" for split in SPLITS}
@@ -33,7 +33,8 @@ def run(settings: Settings, *, folder: Path = FOLDER) -> None:
         ValueError: a source can't be read, or a split would be empty.
     """
     manifest = folder / MANIFEST.name
-    manifest.unlink(missing_ok=True)  # what it described is about to be replaced
+    with writing(manifest):
+        manifest.unlink(missing_ok=True)  # what it described is about to be replaced
     sections = {
         "corpus": write_corpus(settings.corpus, folder),
         "conversations": write_conversations(settings.conversations, folder),

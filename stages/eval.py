@@ -17,7 +17,7 @@ import numpy as np
 from kernels.engine import Engine
 from kernels.generation import Sampling, generate_batch
 from stages.batches import EvalWindows
-from stages.checkpoint import Checkpoint, load, write_text
+from stages.checkpoint import Checkpoint, load
 from stages.conversations import END, PAD, Messages, read_conversations, render_prompt, special_id
 from stages.metrics import write_csv
 from stages.scoring import (
@@ -34,6 +34,7 @@ from stages.scoring import (
 )
 from stages.settings import Settings, stage_main
 from stages.shard_format import SEPARATOR, open_split
+from stages.text_files import write_text
 from stages.tokenizer import Tokenizer
 
 REPLIES = 100  # held-out questions that are answered, to count the answers that end

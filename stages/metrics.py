@@ -24,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stages.checkpoint import write_text
+from stages.text_files import write_text
 
 TRAIN_COLUMNS = ("step", "loss", "total_loss", "lr", "grad_norm", "tokens_per_s")
 VAL_COLUMNS = ("step", "val_loss", "val_bpb")

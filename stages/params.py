@@ -6,7 +6,6 @@
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from omegaconf import OmegaConf
 
 from stages.overrides import compose, flat, read_params
 from stages.settings import command_main, validate
+from stages.text_files import write_text
 
 PARAMS = "params.yaml"
 
@@ -26,9 +26,7 @@ def text(values: dict[str, Any]) -> str:
 
 def write(root: Path, values: dict[str, Any]) -> None:
     """Replaces root/params.yaml, in one step, so that a kill leaves the old or the new one."""
-    temporary = root / f".{PARAMS}.tmp"
-    temporary.write_text(text(values), encoding="utf-8", newline="\n")
-    os.replace(temporary, root / PARAMS)
+    write_text(root / PARAMS, text(values))
 
 
 def check(root: Path, values: dict[str, Any]) -> None:

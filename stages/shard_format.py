@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.text_files import atomic_file, write_json
+from stages.text_files import atomic_file, write_json, writing
 
 SPLITS = ("train", "val")
 INDEX = "index.json"
@@ -147,11 +147,12 @@ def read_shard(path: Path) -> "np.memmap[Any, np.dtype[np.uint16]]":
 
 def clear(folder: Path) -> None:
     """Makes the folder and takes index.json and every earlier shard out of it, index first."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / INDEX).unlink(missing_ok=True)
-    for split in SPLITS:
-        for path in folder.glob(f"{split}_*.bin*"):
-            path.unlink()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / INDEX).unlink(missing_ok=True)
+        for split in SPLITS:
+            for path in folder.glob(f"{split}_*.bin*"):
+                path.unlink()
 
 
 def write_index(folder: Path, *, tokenizer_sha256: str, vocab_size: int, splits: dict[str, Counts]) -> None:

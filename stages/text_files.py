@@ -1,14 +1,16 @@
-"""Text files: plain, .gz or .zst; whole, by line, or by JSON row; and the writer of this project's jsonl.zst files.
+"""Text files: plain, .gz or .zst; whole, by line, or by JSON row; and how every file of this project is written.
 
-Every reader streams, and every complaint names the file, and the line where there is one.
+Every reader streams, and every complaint names the file, and the line where there is one. A file appears under its name only
+when it is whole.
 """
 
+import errno
 import hashlib
 import json
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +19,7 @@ import zstandard
 _CHUNK_BYTES = 1 << 20
 _ZSTD_LEVEL = 6  # not tuned; fixed, since the level is part of the output's bytes
 _COMPRESSED = (".zst", ".gz")
+_NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC)}  # what no read fails with
 
 
 def suffix_of(name: str) -> str:
@@ -102,19 +105,62 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def unwritable(path: Path, reason: object) -> ValueError:
+    """The complaint about a file or folder that cannot be written."""
+    return ValueError(f"{path.as_posix()}: cannot be written: {reason}; make room there or give this user the right")
+
+
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file that appears under its name only when it is complete and on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def writing(path: Path) -> Iterator[None]:
+    """Turns what goes wrong with the disk in the block into a ValueError about `path`, for blocks that do nothing else."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error.strerror or error) from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path in the folder of `path`; what the block wrote there takes the place of `path` as a whole.
+
+    Two processes must not replace the same file at once: the temporary path is always the same, so that none is left over
+    where a run that was killed is repeated.
+
+    Raises:
+        ValueError: the file cannot be written (full disk, read-only folder); `path` is as it was.
+    """
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.touch()
+            mode = partial.stat().st_mode
+        yield partial
+        with writing(path):
+            partial.chmod(mode)  # safetensors makes files that only their owner can read
+            with partial.open("rb+") as stream:
+                os.fsync(stream.fileno())  # else a power cut may leave an empty file under the final name
+            os.replace(partial, path)
+    except OSError as error:  # the block's; it may read as well as write
+        if error.errno in _NO_ROOM:
+            raise unwritable(path, error.strerror) from None
+        raise
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # where the folder cannot be made there is nothing to remove
+            partial.unlink()
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file, open for writing, that appears under its name only when it is complete and on the disk."""
+    with replacing(path) as partial, partial.open("wb") as stream:
+        yield stream
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 file whole or not at all; ValueError where that fails."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8", newline="\n")
 
 
 class RowWriter:
@@ -142,5 +188,4 @@ class RowWriter:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file, atomically, keys in the order given."""
-    with atomic_file(path) as stream:
-        stream.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

@@ -7,7 +7,6 @@ order, then one id a merge, then the special tokens, which no text ever becomes:
 import codecs
 import hashlib
 import itertools
-import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from stages.encoding import encode_spans, rank_table
 from stages.merges import learn_merges
 from stages.pretokenizer import PIECE_BYTES, count_words, cut_spans, on_threads
+from stages.text_files import atomic_file
 from stages.tokenizer_file import BYTE_ORDER, MAX_VOCAB, Vocabulary, read_gpt2, read_tokenizer_json, tokenizer_json
 from stages.unicode_classes import character_classes
 
@@ -127,11 +127,8 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write the canonical tokenizer.json, whole or not at all: the same tokenizer gives the same bytes."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_bytes(self._json)
-        os.replace(partial, path)
+        with atomic_file(path) as stream:
+            stream.write(self._json)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The ids of a text, (tokens,) int32; never a special token's."""

@@ -1,5 +1,6 @@
 """Plain and compressed text files, their complaints, and files that appear only when they are complete."""
 
+import errno
 import gzip
 import re
 from io import BytesIO
@@ -8,7 +9,17 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from stages.text_files import RowWriter, atomic_file, read_chunks, read_lines, read_text, stream_rows, suffix_of
+from stages.text_files import (
+    RowWriter,
+    atomic_file,
+    read_chunks,
+    read_lines,
+    read_text,
+    replacing,
+    stream_rows,
+    suffix_of,
+    write_text,
+)
 
 PACK = {
     "": lambda data: data,
@@ -75,6 +86,26 @@ def test_file_appears_only_when_complete(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in path.parent.iterdir()] == ["file"]
+
+
+def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path: Path) -> None:
+    """Catches a full disk that destroys the last good file, leaves half of the new one, or surfaces as a traceback."""
+    path = tmp_path / "file.txt"
+    write_text(path, "old")
+    with pytest.raises(ValueError, match=r"file\.txt: cannot be written: No space left.*make room"), replacing(path) as partial:
+        partial.write_text("half", encoding="utf-8")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert path.read_text(encoding="utf-8") == "old" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(ValueError, match=r"file\.txt/inner/x\.txt: cannot be written: "):
+        write_text(path / "inner" / "x.txt", "x")
+
+
+def test_what_a_source_fails_with_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    """Catches a broken connection that is reported as a disk that cannot be written."""
+    with pytest.raises(ConnectionResetError), atomic_file(tmp_path / "file") as stream:
+        stream.write(b"half")
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_row_writer_reports_the_files_sha256(tmp_path: Path) -> None:
