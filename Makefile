@@ -1,20 +1,24 @@
 # `make` alone lists the targets. Each makes .venv on its first use: plain venv and pip, the exact versions of
-# requirements.lock, nothing but a package index. After that nothing is installed again until the lock changes.
+# requirements.lock, nothing but a package index. After that nothing is installed again until the lock changes. The outside
+# judges (PyTorch and Hugging Face's libraries) have an environment of their own, .venv-parity.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help repro test check bench chat lint
+.PHONY: help repro test test-parity check bench chat lint
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 repro: .venv/ready  ## run the pipeline: raw text to chat model, only what is not up to date
 	$(BIN)/dvc repro
 
 test: .venv/ready  ## run the tests, without the slow ones
 	$(BIN)/python -m pytest -q -m "not slow"
+
+test-parity: .venv-parity/ready  ## hold model, training and tokenizer against PyTorch, transformers, tokenizers and tiktoken
+	.venv-parity/bin/python -m pytest -q tests/parity
 
 check: .venv/ready  ## compare every gradient with central differences in float64
 	$(BIN)/python -m tests.gradient_check
@@ -39,4 +43,9 @@ lint: .venv/ready  ## style, types, and that params.yaml is what conf/ composes
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nanoeuler_path.pth")' > .venv/pth
 	echo 'import os, sys; os.environ["PATH"] = os.path.join(sys.prefix, "bin") + os.pathsep + os.environ.get("PATH", os.defpath)' > "$$(cat .venv/pth)"
+	touch $@
+
+.venv-parity/ready: requirements-parity.lock
+	$(PYTHON) -m venv .venv-parity
+	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-parity.lock
 	touch $@

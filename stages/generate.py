@@ -18,7 +18,7 @@ from pathlib import Path
 from kernels.config import Numerics
 from kernels.engine import Engine
 from kernels.generation import Sampling, generate
-from stages.checkpoint import MODEL, load
+from stages.checkpoint import MODEL, Checkpoint, load
 from stages.conversations import special_id
 from stages.settings import command_main
 from stages.tokenizer import Tokenizer, Utf8Stream
@@ -55,8 +55,8 @@ def sampling_of(args: Namespace) -> Sampling:
     return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=seed)
 
 
-def open_model(model: str, tokenizer: Path) -> tuple[Engine, Tokenizer]:
-    """A trained model, ready to write.
+def open_checkpoint(model: str, tokenizer: Path) -> tuple[Checkpoint, Tokenizer]:
+    """A trained model's checkpoint and its tokenizer.
 
     Args:
         model: the stage that made it, or its checkpoint's folder.
@@ -66,11 +66,16 @@ def open_model(model: str, tokenizer: Path) -> tuple[Engine, Tokenizer]:
         ValueError: a file is missing or damaged, or the two don't belong together.
     """
     folder = Path("data", model, "checkpoint") if model in TRAINED else Path(model)
-    for path, option in ((tokenizer, "--tokenizer"), (folder / MODEL, "--model")):
+    for path, option in ((tokenizer, "tokenizer"), (folder / MODEL, "model")):
         if not path.is_file():
-            raise ValueError(f"{path}: no such file; `make repro` trains the models, and {option} names another place")
+            raise ValueError(f"{path}: no such file; `make repro` trains the models, and the option {option} names another place")
     words = Tokenizer.load(tokenizer)
-    checkpoint = load(folder, words.sha256)
+    return load(folder, words.sha256), words
+
+
+def open_model(model: str, tokenizer: Path) -> tuple[Engine, Tokenizer]:
+    """A trained model, ready to write; arguments and errors as of `open_checkpoint`."""
+    checkpoint, words = open_checkpoint(model, tokenizer)
     engine = Engine(checkpoint.config, Numerics(), micro_batch=1, seed=None, training=False)
     engine.load(checkpoint.weights)
     return engine, words

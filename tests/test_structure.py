@@ -15,7 +15,7 @@ DVC = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
 
 STAGES = ("download", "train_bpe", "shard", "pretrain", "sft", "eval")
-COMMANDS = ("chat", "generate", "params")
+COMMANDS = ("chat", "export", "generate", "params")
 MODULES = (
     "batches",
     "checkpoint",

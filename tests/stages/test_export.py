@@ -1,0 +1,192 @@
+"""The command export: files, names and shapes of both classes, and what it refuses. tests/parity holds them against PyTorch."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from kernels.config import ModelConfig, Numerics
+from kernels.engine import Engine
+from stages import export
+from stages.checkpoint import Checkpoint, save
+from stages.tokenizer import Tokenizer
+from stages.tokenizer_file import BYTE_ORDER, Vocabulary
+from tests.stages.scripted_engine import WORDS
+
+VOCAB = WORDS.vocab_size
+EULER = ModelConfig(VOCAB, layers=2, heads=3, kv_heads=1, dim=12, ffn=10, context=7, mtp_heads=3)
+GPT2 = replace(EULER, kv_heads=3, mtp_heads=1, norm="layernorm", position="learned", mlp="gelu", bias=True, tied_head=True)
+
+
+def checkpoint_of(config: ModelConfig) -> Checkpoint:
+    """A model in which no two numbers are equal, so that no mixed-up tensor goes unseen."""
+    weights = Engine(config, Numerics(), micro_batch=1, training=False).weights()
+    first = 0
+    for name, array in weights.items():
+        weights[name] = np.arange(first, first + array.size, dtype=np.float32).reshape(array.shape)
+        first += array.size
+    return Checkpoint(weights, config, WORDS.sha256)
+
+
+def exported(config: ModelConfig, output: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Checkpoint]:
+    """The weights and config.json that a model's export holds, and the model."""
+    made = checkpoint_of(config)
+    export.export(made, WORDS, output)
+    return load_file(output / "model.safetensors"), json.loads((output / "config.json").read_text(encoding="utf-8")), made
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
+    """The exit code of the command."""
+    monkeypatch.setattr(sys, "argv", ["export", *argv])
+    try:
+        export.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_euler_parts_are_llamas(tmp_path: Path) -> None:
+    """Would catch rows of q, k, v, gate and up split in the wrong place, padding kept, and a tensor left out."""
+    tensors, config, made = exported(EULER, tmp_path)
+    ours = made.weights
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"
+    layers = {name for i in range(2) for name in (
+        f"model.layers.{i}.input_layernorm.weight", f"model.layers.{i}.post_attention_layernorm.weight",
+        *(f"model.layers.{i}.self_attn.{part}_proj.weight" for part in "qkvo"),
+        *(f"model.layers.{i}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    )}  # fmt: skip
+    assert tensors.keys() == layers | {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    block = "model.layers.1."
+    stacked = [tensors[f"{block}self_attn.{part}_proj.weight"] for part in "qkv"]
+    assert [array.shape for array in stacked] == [(12, 12), (4, 12), (4, 12)]
+    assert np.array_equal(np.concatenate(stacked), ours["blocks.1.qkv.weight"])
+    halves = [tensors[f"{block}mlp.{part}_proj.weight"] for part in ("gate", "up")]
+    assert np.array_equal(np.concatenate(halves), ours["blocks.1.up.weight"]) and halves[0].shape == (10, 12)
+    assert np.array_equal(tensors[f"{block}mlp.down_proj.weight"], ours["blocks.1.down.weight"])
+    assert np.array_equal(tensors[f"{block}self_attn.o_proj.weight"], ours["blocks.1.proj.weight"])
+    assert np.array_equal(tensors[f"{block}post_attention_layernorm.weight"], ours["blocks.1.norm2.weight"])
+    assert np.array_equal(tensors["model.embed_tokens.weight"], ours["tok.weight"][:VOCAB])
+    assert np.array_equal(tensors["lm_head.weight"], ours["head.weight"][0, :VOCAB])
+    assert (config["num_key_value_heads"], config["head_dim"], config["tie_word_embeddings"]) == (1, 4, False)
+
+
+def test_gpt2_parts_are_gpt2s(tmp_path: Path) -> None:
+    """Would catch linear weights that are not transposed, which square ones hide, and a second copy of the tied head."""
+    tensors, config, made = exported(GPT2, tmp_path)
+    ours, block = made.weights, "transformer.h.0."
+    assert config["architectures"] == ["GPT2LMHeadModel"] and config["model_type"] == "gpt2"
+    assert len(tensors) == 2 * 12 + 4 and not [name for name in tensors if "lm_head" in name]
+    for theirs, name in (("attn.c_attn", "qkv"), ("attn.c_proj", "proj"), ("mlp.c_fc", "up"), ("mlp.c_proj", "down")):
+        assert np.array_equal(tensors[f"{block}{theirs}.weight"], ours[f"blocks.0.{name}.weight"].T), name
+        assert np.array_equal(tensors[f"{block}{theirs}.bias"], ours[f"blocks.0.{name}.bias"]), name
+    assert np.array_equal(tensors[f"{block}ln_2.bias"], ours["blocks.0.norm2.bias"])
+    assert np.array_equal(tensors["transformer.wte.weight"], ours["tok.weight"][:VOCAB])
+    assert np.array_equal(tensors["transformer.wpe.weight"], ours["pos.weight"])
+    assert (config["n_inner"], config["n_positions"], config["activation_function"]) == (10, 7, "gelu_new")
+    assert config["tie_word_embeddings"] is True and config["attn_pdrop"] == 0
+
+
+@pytest.mark.parametrize("vocab_size", [256, 300])
+def test_padding_is_cut_whatever_there_is_of_it(vocab_size: int, tmp_path: Path) -> None:
+    """Would catch a cut of the last (padded - V) rows, which takes all of them where there is no padding."""
+    config = replace(EULER, vocab_size=vocab_size, tied_head=True)
+    tensors, content, made = exported(config, tmp_path)
+    assert tensors["model.embed_tokens.weight"].shape == (vocab_size, 12) and "lm_head.weight" not in tensors
+    assert content["vocab_size"] == vocab_size and content["tie_word_embeddings"] is True
+    further = load_file(tmp_path / export.FURTHER_HEADS)["heads.weight"]
+    assert np.array_equal(further, made.weights["head.weight"][:, :vocab_size]) and further.shape == (2, vocab_size, 12)
+
+
+def test_further_heads_stand_beside_the_model(tmp_path: Path) -> None:
+    """Would catch head 0 among them, and heads that an earlier export left behind."""
+    _, _, made = exported(EULER, tmp_path)
+    further = load_file(tmp_path / export.FURTHER_HEADS)["heads.weight"]
+    assert np.array_equal(further, made.weights["head.weight"][1:, :VOCAB])
+    exported(replace(EULER, mtp_heads=1), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+    ]  # fmt: skip
+
+
+def test_token_ids_and_chat_template(tmp_path: Path) -> None:
+    """Would catch a pad token that ends texts, an answer that never ends, and a template without a mask of the answers."""
+    exported(EULER, tmp_path)
+    ids = json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8"))
+    separator, end, pad = (WORDS.special[name] for name in ("<|endoftext|>", "<|end|>", "<|pad|>"))
+    assert ids == {"eos_token_id": [separator, end], "bos_token_id": separator, "pad_token_id": pad}
+    words = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert words["pad_token"] not in (words["eos_token"], words["bos_token"]) and words["model_max_length"] == 7
+    assert "{%- generation -%}" in words["chat_template"] and "{%- endgeneration -%}" in words["chat_template"]
+    assert Tokenizer.load(tmp_path / "tokenizer.json").sha256 == WORDS.sha256
+
+
+def test_a_tokenizer_without_chat_tokens_has_no_template() -> None:
+    """Would catch a template whose tokens become ordinary text, and ids of tokens that aren't there."""
+    plain = Tokenizer(Vocabulary([bytes([b]) for b in BYTE_ORDER], [], {}).with_special(["<|endoftext|>"], "test"))
+    content = export.tokenizer_config(plain, 7)
+    assert "chat_template" not in content and "pad_token" not in content
+    assert export.token_ids(plain.special) == {"eos_token_id": [256], "bos_token_id": 256}
+
+
+def test_same_model_same_bytes_in_files_that_all_may_read(tmp_path: Path) -> None:
+    """Would catch dates, paths or an order of hashing in the files, and leftovers beside them."""
+    for name in ("a", "b"):
+        exported(EULER, tmp_path / name)
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    with safe_open(tmp_path / "a" / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}  # without it, older releases of transformers refuse the file
+
+
+@pytest.mark.parametrize(
+    ("config", "named", "nearest"),
+    [
+        (replace(EULER, norm="layernorm"), "model.norm: layernorm (rmsnorm)", "LlamaForCausalLM"),
+        (replace(EULER, mlp="gelu"), "model.mlp: gelu (swiglu)", "LlamaForCausalLM"),
+        (replace(EULER, bias=True), "model.bias: True (False)", "LlamaForCausalLM"),
+        (replace(EULER, position="learned"), "model.position: learned (rope)", "LlamaForCausalLM"),
+        (replace(GPT2, position="rope"), "model.position: rope (learned)", "GPT2LMHeadModel"),
+        (replace(GPT2, bias=False), "model.bias: False (True)", "GPT2LMHeadModel"),
+        (replace(GPT2, tied_head=False), "model.tied_head: False (True)", "GPT2LMHeadModel"),
+        (replace(GPT2, kv_heads=1), "model.kv_heads: 1 (model.heads = 3)", "GPT2LMHeadModel"),
+    ],
+)
+def test_other_mixtures_are_refused(
+    config: ModelConfig, named: str, nearest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Would catch a model that loads and writes nonsense: a part that the class computes otherwise."""
+    save(tmp_path / "model", checkpoint_of(config).weights, config, WORDS.sha256)
+    WORDS.save(tmp_path / "tokenizer.json")
+    arguments = [f"model={tmp_path / 'model'}", f"tokenizer={tmp_path / 'tokenizer.json'}", f"output={tmp_path / 'out'}"]
+    assert run_main(monkeypatch, "format=hf", *arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: this model has no class in transformers: ") and error.count("\n") == 1
+    assert f": {named};" in error and f"the parts of {nearest}," in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "format: expected hf, got none; give format=hf"),
+        (["format=gguf"], "format: expected hf, got gguf"),
+        (["format=hf", "to=here"], "to=here: expected format=..., model=..., tokenizer=..., output=..."),
+        (["format=hf", "model="], "model=: expected format=..."),
+        (["format=hf"], "no such file; `make repro` trains the models"),
+    ],
+)
+def test_arguments_are_validated(
+    argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Would catch an option taken for another or passed over, and a missing model told in a traceback."""
+    monkeypatch.chdir(tmp_path)
+    assert run_main(monkeypatch, *argv) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
