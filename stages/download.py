@@ -136,7 +136,7 @@ def _check(section: str, settings: Corpus | Conversations, splits: dict[str, Any
 
 
 def main() -> None:
-    stage_main(run)
+    stage_main("download", run)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def indented(text: str) -> str:
 
 def main() -> None:
     """Runs the stage on params.yaml and the command line's overrides."""
-    stage_main(run)
+    stage_main("eval", run)
 
 
 if __name__ == "__main__":

@@ -19,20 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from kernels.config import ModelConfig
-from stages.checkpoint import Checkpoint
+from stages.checkpoint import Checkpoint, write_arrays
 from stages.conversations import END, PAD, ROLES
 from stages.generate import SEPARATOR, open_checkpoint
 from stages.settings import command_main
-from stages.text_files import replacing, write_text
+from stages.text_files import write_text
 from stages.tokenizer import Tokenizer
 
 Weights = dict[str, np.ndarray]
 
 DEFAULTS = {"format": "", "model": "sft", "tokenizer": "data/train_bpe/tokenizer.json", "output": "export/hf"}
 FURTHER_HEADS = "mtp_heads.safetensors"
+FORMAT = {"format": "pt"}  # which transformers asks of a safetensors file
 
 # What each class is made of; heads that share keys and values in GPT-2 are looked at apart.
 PARTS: dict[str, dict[str, Any]] = {
@@ -180,12 +180,6 @@ def tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
     return content
 
 
-def write_weights(path: Path, weights: Mapping[str, np.ndarray]) -> None:
-    """A safetensors file as transformers writes them, whole or not at all."""
-    with replacing(path) as temporary:
-        save_file({key: np.ascontiguousarray(array) for key, array in weights.items()}, temporary, metadata={"format": "pt"})
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """A JSON file, whole or not at all."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -199,11 +193,12 @@ def export(checkpoint: Checkpoint, tokenizer: Tokenizer, output: Path) -> str:
     """
     c, weights = checkpoint.config, checkpoint.weights
     name = architecture(c)
-    write_weights(output / "model.safetensors", (llama_weights if name == "LlamaForCausalLM" else gpt2_weights)(weights, c))
+    theirs = (llama_weights if name == "LlamaForCausalLM" else gpt2_weights)(weights, c)
+    write_arrays(output / "model.safetensors", theirs, FORMAT)
     if c.mtp_heads > 1:
         # Head k of the array predicts the token k + 2 ahead: the model's own head is not among them.
         further = weights["head.weight"][0 if c.tied_head else 1 :, : c.vocab_size]
-        write_weights(output / FURTHER_HEADS, {"heads.weight": further})
+        write_arrays(output / FURTHER_HEADS, {"heads.weight": further}, FORMAT)
     else:
         (output / FURTHER_HEADS).unlink(missing_ok=True)  # of an earlier export into the same folder
     ids = token_ids(tokenizer.special)

@@ -67,7 +67,7 @@ def run(
 
 def main() -> None:
     """Runs the stage on params.yaml and the command line's overrides."""
-    stage_main(run)
+    stage_main("pretrain", run)
 
 
 if __name__ == "__main__":

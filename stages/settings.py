@@ -8,17 +8,22 @@ out of range is one ValueError that names it. Overrides are written as `dvc exp 
     +experiment=smoke           a named run: likewise
 """
 
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal
 
+from filelock import FileLock, Timeout
+
 from kernels.config import Mlp, ModelConfig, Norm, Numerics, Position
 from stages.corpus import Conversations, Corpus
 from stages.overrides import apply_overrides
 from stages.schema import build, check
+from stages.text_files import write_text, writing
 
 BYTES = 256  # the part of every vocabulary that is not learned
 USAGE = "[key=value ...]  for example pretrain.steps=200 model=gpt2_124m +experiment=smoke; keys and values: conf/"
@@ -224,12 +229,42 @@ def validate(values: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def stage_main(run: Callable[[Settings], None]) -> None:
-    """A stage's main(): the command line -> settings -> run."""
+def stage_main(name: str, run: Callable[[Settings], None]) -> None:
+    """A stage's main(): the command line -> settings -> run, alone in this checkout."""
+
+    def stage(argv: list[str]) -> None:
+        settings = load(argv)
+        with nullcontext() if settings.runtime.plan else alone(name):  # a plan writes nothing
+            run(settings)
+
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(f"python -m stages.NAME {USAGE}")
+        print(f"python -m stages.{name} {USAGE}")
     else:
-        command_main(lambda argv: run(load(argv)))
+        command_main(stage)
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Waits, with a line, while another stage runs in this checkout: one may read what another is about to replace.
+
+    DVC's own locks know nothing of stages run by hand, nor of one that goes on after `dvc` alone was killed. The system frees
+    this lock when its process ends, however it ends.
+    """
+    folder = Path(".nanoeuler")
+    lock, running = FileLock(folder / "running.lock"), folder / "running"
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            other = running.read_text(encoding="utf-8") if running.is_file() else "another stage"
+            print(f"{name}: waiting for {other}, which runs in this checkout; Ctrl-C gives up", flush=True)
+            lock.acquire()
+    try:
+        write_text(running, f"{name} (process {os.getpid()})")
+        yield
+    finally:
+        lock.release()
 
 
 def command_main(run: Callable[[list[str]], None]) -> None:

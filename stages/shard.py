@@ -83,7 +83,7 @@ def batches_of_text(documents: Iterable[str], size: int) -> Iterator[list[bytes]
 
 def main() -> None:
     """Runs the stage on params.yaml and the command line's overrides."""
-    stage_main(run)
+    stage_main("shard", run)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def _cut(text: bytes, most_bytes: int) -> bytes:
 
 def main() -> None:
     """Runs the stage on params.yaml and the command line's overrides."""
-    stage_main(run)
+    stage_main("train_bpe", run)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """settings, overrides, schema and the params command: what is refused, with which line, and what composes."""
 
+import os
+import subprocess
 import sys
 from copy import deepcopy
 from dataclasses import fields
@@ -236,12 +238,35 @@ def test_main_lets_bugs_through(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stage_main_hands_over_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Settings] = []
     monkeypatch.setattr(sys, "argv", ["stage", "model.layers=9"])
-    stage_main(seen.append)
+    stage_main("shard", seen.append)
     assert seen[0].model.layers == 9
     monkeypatch.setattr(sys, "argv", ["stage", "--help"])
-    stage_main(seen.append)
+    stage_main("shard", seen.append)
     assert len(seen) == 1
     assert "key=value" in capsys.readouterr().out
+
+
+# Two stages at once would write the same files, or one would read what the other is about to replace. The process that holds
+# the lock is killed, as its `dvc` may have been before: a lock that outlives it would be waited for without end.
+def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
+    held = "import sys, time; from stages.settings import alone\nwith alone('shard'): print('held', flush=True); time.sleep(60)"
+    waits = "import sys; from stages.settings import stage_main; stage_main('pretrain', lambda settings: print('ran'))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def start(code: str, *argv: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", code, *argv]
+        return subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+
+    with start(held) as first:
+        assert first.stdout and first.stdout.readline() == "held\n"
+        assert start(waits, "runtime.plan=true").communicate(timeout=60)[0] == "ran\n"
+        with start(waits) as second:
+            assert second.stdout
+            line = second.stdout.readline()
+            assert line == f"pretrain: waiting for shard (process {first.pid}), which runs in this checkout; Ctrl-C gives up\n"
+            assert second.poll() is None
+            first.kill()
+            assert second.communicate(timeout=60)[0] == "ran\n" and second.returncode == 0
 
 
 # --check is lint's guard against an edit in conf/ that dvc repro would not see; --write its repair.
