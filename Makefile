@@ -23,8 +23,12 @@ test-parity: .venv-parity/ready  ## hold model, training and tokenizer against P
 check: .venv/ready  ## compare every gradient with central differences in float64
 	$(BIN)/python -m tests.gradient_check
 
-bench: .venv/ready  ## measure training, decoding, attention and matrix products
-	$(BIN)/python -m kernels.bench
+bench: .venv/ready .venv-parity/ready  ## measure the engine, then training beside PyTorch and the tokenizer beside its peers
+	$(BIN)/python -m kernels.bench train
+	$(BIN)/python -m kernels.bench decode --steps 100
+	$(BIN)/python -m kernels.bench ops
+	.venv-parity/bin/python -m tests.bench.training
+	.venv-parity/bin/python -m tests.bench.tokenizers
 
 chat: .venv/ready  ## talk to the chat model of the last run
 	$(BIN)/python -m stages.chat
