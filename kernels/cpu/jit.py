@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numba
 from numba.core.caching import UserProvidedCacheLocator
+from numba.core.codegen import JITCodeLibrary
 
 from kernels.cache import user_cache
 
@@ -45,6 +46,24 @@ numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{SharedCacheLocator.__name__}"
 numba.config.CACHE_DIR = str(user_cache() / "numba" / _sources_hash())
 # The default layer's idle threads spin and take the cores from the matrix library's; this one's sleep.
 numba.config.THREADING_LAYER = "workqueue"
+
+_optimize_final_module = JITCodeLibrary._optimize_final_module
+
+
+def _optimize_own_copy(self: JITCodeLibrary) -> None:
+    """What Numba does when a function is linked, after the loops that it compiled apart have become the function's own.
+
+    They come in as functions that another library may define as well, and are optimised once more. A process that has just
+    compiled them would then run the first version, one that reads the cache the second, whose sums may have another order:
+    the run that fills the cache would differ in its last bits from all later ones.
+    """
+    for function in self._final_module.functions:
+        if not function.is_declaration and function.linkage.name == "linkonce_odr":
+            function.linkage = "internal"
+    _optimize_final_module(self)
+
+
+JITCodeLibrary._optimize_final_module = _optimize_own_copy
 
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 

@@ -1,0 +1,29 @@
+"""Compiled functions and their cache."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LOSS = """
+import hashlib, sys, numpy as np
+from kernels.cpu import CpuOps
+rng = np.random.default_rng(0)
+logits, nll = rng.normal(size=(64, 384)).astype(np.float32), np.empty(64, np.float32)
+CpuOps().cross_entropy_backward(logits, nll, rng.integers(0, 300, 64, np.int32), np.ones(64, np.float32), vocab_size=300)
+print(hashlib.sha256(logits.tobytes() + nll.tobytes()).hexdigest())
+"""
+
+
+# A run that was killed while the cache was still cold goes on with what is read from it: other bits there would make its model
+# another one than the undisturbed run's.
+@pytest.mark.slow
+def test_what_is_just_compiled_gives_the_bits_of_what_is_read_from_the_cache(tmp_path: Path) -> None:
+    environment = {**os.environ, "NANOEULER_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", LOSS]
+    runs = [subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
+    assert len(list(tmp_path.rglob("*._backward-*.nbc"))) == 1  # the second run had something to read
+    assert runs[0].stdout == runs[1].stdout
