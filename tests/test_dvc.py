@@ -7,92 +7,32 @@ once, and put back what they change.
 import csv
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from shutil import copy
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
-BIN = Path(sys.executable).parent
-STAGES = ["download", "train_bpe", "shard", "pretrain", "sft", "eval"]
+from tests.scratch import BIN, STAGES, TINY, Copy, make_copy, write
+
+DVC = str(BIN / "dvc")
 
 pytestmark = pytest.mark.slow
 
-# Put at the end of conf/config.yaml, where it wins over the groups, as a default that the tests' overrides still win over.
-TINY = """
-train_bpe: {vocab_size: 300}
-model: {layers: 1, heads: 2, kv_heads: 1, dim: 16, ffn: 16, context: 32, mtp_heads: 2}
-pretrain: {steps: 4, micro_batch: 2, warmup_steps: 1, val_every: 2, sample_every: 4, checkpoint_every: 2}
-sft: {steps: 3, micro_batch: 2, warmup_steps: 1, val_every: 3, sample_every: 3, checkpoint_every: 3}
-eval: {max_tokens: 4, micro_batch: 4}
-"""
 LONGER = "# @package _global_\npretrain: {steps: 5}\n"
-
-
-class Copy:
-    """A copy of the repository in its own git repository."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        # .venv's interpreter finds its own `python` without activation (see the Makefile); another one is given it.
-        unactivated = Path(sysconfig.get_path("purelib"), "nanoeuler_path.pth").exists()
-        path = os.defpath if unactivated else f"{BIN}{os.pathsep}{os.defpath}"
-        kept = {name: os.environ[name] for name in ("HOME", "SYSTEMROOT", "NANOEULER_CACHE") if name in os.environ}
-        self.environment = {**kept, "PATH": path, "DVC_NO_ANALYTICS": "1"}
-
-    def run(self, *command: str) -> str:
-        """The output of a command that succeeds."""
-        done = subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True, encoding="utf-8")
-        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
-        return done.stdout
-
-    def dvc(self, *arguments: str) -> str:
-        """The output of a dvc command that succeeds."""
-        return self.run(str(BIN / "dvc"), *arguments)
-
-    def git(self, *arguments: str) -> str:
-        """The output of a git command that succeeds."""
-        return self.run("git", *arguments)
-
-    def params(self) -> dict[str, dict[str, object]]:
-        """params.yaml as it is now."""
-        return yaml.safe_load((self.root / "params.yaml").read_text(encoding="utf-8"))
-
-    def changed(self) -> set[str]:
-        """The stages that `dvc status` does not find up to date by themselves."""
-        return set(json.loads(self.dvc("status", "--json")))
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     """The copy, after `dvc repro` on tiny texts and a commit."""
-    root = tmp_path_factory.mktemp("copy")
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True).stdout
-    for name in listed.splitlines():
-        if (ROOT / name).is_file() and not name.startswith(("tests/", "data/", "dvc.lock")):
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            copy(ROOT / name, root / name)
-    lines = [f"Line {number}: the quick brown fox says {number * number} to the lazy dog.\n" for number in range(300)]
-    write(root / "texts" / "fox.txt", "".join(lines))
-    talk = [{"prompt": f"Say {number}.", "completion": f"{number}!"} for number in range(200)]
-    write(root / "conversations" / "talk.jsonl", "".join(json.dumps(row) + "\n" for row in talk))
-    defaults = (root / "conf" / "config.yaml").read_text(encoding="utf-8")
-    write(root / "conf" / "config.yaml", defaults.replace(": shakespeare", ": local") + TINY)
-    write(root / "conf" / "experiment" / "longer.yaml", LONGER)
-    copied = Copy(root)
-    copied.run(sys.executable, "-m", "stages.params", "--write")
-    copied.git("init", "--quiet")
-    copied.git("config", "user.name", "test")
-    copied.git("config", "user.email", "test@example.org")
+    copied = make_copy(tmp_path_factory.mktemp("copy"), TINY)
+    write(copied.root / "conf" / "experiment" / "longer.yaml", LONGER)
     copied.git("add", ".")
-    copied.git("commit", "--quiet", "-m", "tiny")
+    copied.git("commit", "--quiet", "-m", "an experiment")
     assert stages_run(copied.dvc("repro")) == STAGES
     copied.git("add", ".")
     copied.git("commit", "--quiet", "-m", "run")
@@ -108,15 +48,19 @@ def repo(ran: Copy) -> Iterator[Copy]:
     ran.dvc("checkout", "--quiet")
 
 
-def write(path: Path, text: str) -> None:
-    """Writes a text file, and the folders that lead to it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8", newline="\n")
-
-
 def stages_run(output: str) -> list[str]:
     """The stages whose command ran."""
     return [line.split("'")[1] for line in output.splitlines() if line.startswith("Running stage")]
+
+
+def params(repo: Copy) -> dict[str, dict[str, object]]:
+    """params.yaml as it is now."""
+    return yaml.safe_load((repo.root / "params.yaml").read_text(encoding="utf-8"))
+
+
+def changed(repo: Copy) -> set[str]:
+    """The stages that `dvc status` does not find up to date by themselves."""
+    return set(json.loads(repo.dvc("status", "--json")))
 
 
 # A stage that writes something else each time, or reads what it writes, would run at every `dvc repro`.
@@ -141,7 +85,7 @@ def test_sft_parameter_reruns_sft_and_eval_and_goes_back_for_nothing(repo: Copy)
     assert before["base"] == after["base"]
     assert before["chat"] != after["chat"]
     assert "sft_loss" in repo.dvc("metrics", "diff")
-    assert repo.params()["sft"]["steps"] == 2
+    assert params(repo)["sft"]["steps"] == 2
     assert stages_run(repo.dvc("exp", "run")) == []
     assert repo.git("status", "--porcelain") == ""
 
@@ -151,9 +95,9 @@ def test_sft_parameter_reruns_sft_and_eval_and_goes_back_for_nothing(repo: Copy)
 def test_exp_run_composes_groups_values_and_experiments(repo: Copy) -> None:
     output = repo.dvc("exp", "run", "-S", "model.layers=2", "-S", "model=gpt2_124m", "-S", "+experiment=longer")
     assert stages_run(output) == ["pretrain", "sft", "eval"]
-    model = repo.params()["model"]
+    model = params(repo)["model"]
     assert (model["layers"], model["norm"], model["tied_head"], model["dim"]) == (2, "layernorm", True, 16)
-    assert repo.params()["pretrain"]["steps"] == 5
+    assert params(repo)["pretrain"]["steps"] == 5
     assert "model.norm" in repo.dvc("params", "diff")
 
 
@@ -161,10 +105,10 @@ def test_exp_run_composes_groups_values_and_experiments(repo: Copy) -> None:
 def test_kernel_source_counts_and_notes_do_not(repo: Copy) -> None:
     write(repo.root / "kernels" / "NOTES.md", "a note\n")
     write(repo.root / "kernels" / "cpu" / "__pycache__" / "new.cpython-311.pyc", "x")
-    assert repo.changed() == set()
+    assert changed(repo) == set()
     with open(repo.root / "kernels" / "cpu" / "matmul.py", "a", encoding="utf-8", newline="\n") as source:
         source.write("# changed\n")
-    assert repo.changed() == {"pretrain", "sft", "eval"}
+    assert changed(repo) == {"pretrain", "sft", "eval"}
 
 
 # What a display or a number of threads is set to changes no result, so it must repeat nothing.
@@ -191,6 +135,82 @@ def test_sweep_in_the_queue(repo: Copy) -> None:
 # A temporary copy has another current folder, while DVC_ROOT still names this one.
 def test_exp_run_in_a_temporary_copy(repo: Copy) -> None:
     assert stages_run(repo.dvc("exp", "run", "--temp", "-S", "eval.max_tokens=3")) == ["eval"]
+    assert repo.git("status", "--porcelain") == ""
+
+
+def start(repo: Copy, *command: str) -> "subprocess.Popen[str]":
+    """A command that goes on, the leader of its own process group, as in a terminal."""
+    environment = {**repo.environment, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command, cwd=repo.root, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, encoding="utf-8", start_new_session=True,
+    )  # fmt: skip
+
+
+def read_until(process: "subprocess.Popen[str]", words: str) -> str:
+    """A process's output up to the line that holds these words."""
+    assert process.stdout
+    lines: list[str] = []
+    while not lines or words not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1], "".join(lines)
+    return "".join(lines)
+
+
+def train_long(repo: Copy, seed: int) -> None:
+    """Makes pretraining long enough to be interrupted, with a seed that no other test trained with."""
+    never = [f"pretrain.{key}=1500" for key in ("steps", "val_every", "sample_every", "checkpoint_every")]
+    repo.run(sys.executable, "-m", "stages.params", "--write", f"pretrain.seed={seed}", *never)
+
+
+# DVC ignores Ctrl-C and records a stage that exits 0 as complete, half trained as it may be.
+def test_ctrl_c_saves_and_leaves_the_stage_unfinished(repo: Copy) -> None:
+    train_long(repo, seed=1)
+    with start(repo, DVC, "repro") as first:
+        read_until(first, "step 37/1,500")
+        os.killpg(first.pid, signal.SIGINT)
+        rest = first.communicate(timeout=60)[0]
+    saved = int(rest.partition("interrupted: step ")[2].split()[0])
+    assert 37 <= saved < 1500 and first.returncode != 0
+    assert re.search("failed to reproduce 'pretrain': .* exited with (130|-2)$", rest, re.MULTILINE)  # -2: the shell as well
+    assert "pretrain" in changed(repo)
+    again = repo.dvc("repro")
+    assert f"resumed at step {saved} " in again and stages_run(again) == ["pretrain", "sft", "eval"]
+
+
+# Two that train in one folder would mix their files. DVC refuses; a stage by hand, or one whose `dvc` was killed, waits.
+def test_a_second_run_is_refused_or_waits(repo: Copy) -> None:
+    train_long(repo, seed=2)
+    with start(repo, DVC, "repro") as first:
+        read_until(first, "step 37/1,500")
+        second = start(repo, DVC, "repro", "pretrain").communicate(timeout=60)
+        assert "is busy, it is being blocked by" in second[0] and str(first.pid) in second[0]
+        with start(repo, sys.executable, "-m", "stages.pretrain") as by_hand:
+            read_until(by_hand, "pretrain: waiting for pretrain (process ")
+            first.kill()
+            first.wait()
+            with start(repo, DVC, "repro") as anew:  # of the stage that goes on without its dvc, and of the one by hand
+                read_until(anew, "pretrain: waiting for pretrain (process ")
+                assert "resumed at step 1500 " in by_hand.communicate(timeout=60)[0] and by_hand.returncode == 0
+                assert "resumed at step 1500 " in anew.communicate(timeout=60)[0] and anew.returncode == 0
+
+
+# DVC writes these two in place. The README says what to do where a kill left half of one.
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("dvc.lock", "", "validation failed"),
+        ("dvc.lock", "schema: '2.0'\nstages", "is invalid"),
+        (".dvc/tmp/rwlock", '{"write": {', "Unable to read RWLock-file '.dvc/tmp/rwlock'"),
+    ],
+)
+def test_half_written_by_dvc_is_named_and_can_be_deleted(repo: Copy, name: str, content: str, message: str) -> None:
+    (repo.root / name).write_text(content, encoding="utf-8")
+    with start(repo, DVC, "repro") as refused:
+        output = refused.communicate(timeout=60)[0]
+    assert refused.returncode != 0 and message in output and name in output
+    (repo.root / name).unlink()
+    assert stages_run(repo.dvc("repro")) == []
     assert repo.git("status", "--porcelain") == ""
 
 

@@ -1,0 +1,14 @@
+"""A few kills of tests/chaos.py; `make chaos` does a hundred."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import chaos
+
+
+# A stage that is killed must not leave what the next `dvc repro` stumbles over, trains on or takes for whole.
+@pytest.mark.slow
+def test_killed_four_times_gives_the_same_files(tmp_path: Path) -> None:
+    lines: list[str] = []
+    assert chaos(tmp_path, kills=4, seed=1, say=lines.append), "\n".join(lines)
