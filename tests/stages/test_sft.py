@@ -3,19 +3,22 @@
 import csv
 import math
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kernels.batch import Batch
-from kernels.config import Numerics
-from kernels.engine import Engine
+from kernels.batch import Batch, head_weight_sums
+from kernels.config import ModelConfig, Numerics
+from kernels.engine import AdamW, Engine
 from stages import checkpoint, pretrain, sft
-from stages.conversations import read_conversations, render
+from stages.conversations import read_conversations, render, render_all
+from stages.packing import SftBatches
 from stages.settings import Settings
 from stages.tokenizer import Tokenizer
+from tests.compare import assert_within
 
 Make = Callable[..., Settings]
 
@@ -95,6 +98,35 @@ def test_the_same_run_gives_the_same_bytes(
     monkeypatch.setenv("DVC_ROOT", "elsewhere")  # so that nothing is resumed
     second = run(corpus, base, settings_with(), "second")
     assert (first / "checkpoint" / checkpoint.WEIGHTS).read_bytes() == (second / "checkpoint" / checkpoint.WEIGHTS).read_bytes()
+
+
+def test_packed_conversations_are_learnt_as_if_each_stood_alone(corpus: Any) -> None:
+    """Would catch attention, positions, weights or heads' targets that see a neighbour in the row, or what the padding adds.
+
+    Loss sums and gradients of all heads, in float64, where only the order of sums differs between the two.
+    """
+    words = Tokenizer.load(corpus.tokenizer)
+    rendered = render_all(islice(read_conversations(corpus.train), 12), words, context=64, too_long="drop")
+    config = ModelConfig(words.vocab_size, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=64, mtp_heads=2)
+    pad = words.special["<|pad|>"]
+    batches = SftBatches(rendered, micro_batch=1, context=64, pad_id=pad, seed=1)
+    packed = [batches.batch(index) for index in range(batches.rows)]
+    assert len(packed) < len(rendered) and any((batch.tokens == pad).any() for batch in packed)
+    alone = []
+    for ids, supervised in (rendered[number] for number in range(len(rendered))):
+        tokens, weight = ids[None, :-1], supervised[None, 1:].astype(np.float32)
+        alone.append(Batch(tokens.copy(), ids[None, 1:].copy(), np.zeros(tokens.shape, np.int32), weight))
+    results = []
+    for parts in (packed, alone):
+        engine = Engine(config, Numerics(), micro_batch=1, threads=1, seed=4, dtype=np.float64)
+        sums = sum(head_weight_sums(batch, 2) for batch in parts)
+        for batch in parts:
+            engine.micro_step(batch, np.array([1.0, 0.1]) / sums)
+        gradients = engine.gradients()
+        results.append({**gradients, "sums": np.array(sums), "nll": engine.update(AdamW(), 0.0).nll_sums})
+    for name, expected in results[1].items():
+        assert np.any(expected), name
+        assert_within(name, results[0][name], expected, 1e-12 * float(np.abs(expected).max()))
 
 
 def test_a_base_model_of_another_tokenizer_is_refused(corpus: Any, base: Path, settings_with: Make, tmp_path: Path) -> None:
