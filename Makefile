@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "error: Python 3.11 to 3.13 is needed, $(PYTHON) is " + sys.version.split()[0] + "; make PYTHON=python3.12 ... chooses another")'
 
 .DEFAULT_GOAL := help
 .PHONY: help repro test test-parity check chaos bench chat lint
@@ -42,7 +43,7 @@ lint: .venv/ready  ## style, types, and that params.yaml is what conf/ composes
 # for `.venv/bin/dvc repro`, for `exp run --temp` and for the workers that `queue start` leaves behind. The .pth file puts
 # .venv/bin at the front of PATH whenever .venv's interpreter starts, so whatever that process starts finds it there.
 .venv/ready: requirements.lock
-	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "error: Python 3.11 to 3.13 is needed, $(PYTHON) is " + sys.version.split()[0] + "; make PYTHON=python3.12 ... chooses another")'
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nanoeuler_path.pth")' > .venv/pth
@@ -50,6 +51,7 @@ lint: .venv/ready  ## style, types, and that params.yaml is what conf/ composes
 	touch $@
 
 .venv-parity/ready: requirements-parity.lock
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv-parity
 	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-parity.lock
 	touch $@
