@@ -1,7 +1,7 @@
 """Checkpoints, and the state from which a killed run goes on.
 
-A checkpoint is what later stages read: a folder of weights.safetensors (fp32) and model.json, the same bytes for the
-same weights. model.json is written last and holds the weights' sha256, so that a half-written or edited folder shows.
+A checkpoint is what later stages read: a folder of weights.safetensors (fp32) and model.json, the same bytes for the same
+weights. model.json is written last and holds the weights' sha256 and its own, so that half a folder or an edited one shows.
 
 A resume state is one file with everything that training still needs. DVC deletes a stage's outs when the stage starts,
 so states live apart from them, in .nanoeuler/resume/<fingerprint>/ of the main checkout: the fingerprint is a hash of
@@ -63,7 +63,7 @@ def save(folder: Path, weights: Mapping[str, np.ndarray], config: ModelConfig, t
         "tokenizer_sha256": tokenizer_sha256,
         "weights_sha256": file_sha256(folder / WEIGHTS),
     }
-    write_text(folder / MODEL, json.dumps(model, indent=2) + "\n")
+    write_text(folder / MODEL, json.dumps({**model, "sha256": _json_sha256(model)}, indent=2) + "\n")
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
@@ -91,10 +91,12 @@ def load(folder: Path, tokenizer_sha256: str | None = None) -> Checkpoint:
             raise ValueError(f"{folder / name}: expected a file of a checkpoint, found none; {anew}")
     try:
         model = json.loads((folder / MODEL).read_text(encoding="utf-8"))
+        if model.pop("sha256") != _json_sha256(model):
+            raise ValueError("its sha256 is not that of its other values")
         config = ModelConfig(**model["config"])
         expected, trained_with = model["weights_sha256"], model["tokenizer_sha256"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{folder / MODEL}: not a checkpoint's description ({error}); {anew}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder / MODEL}: half written or edited ({error}); {anew}") from None
     if file_sha256(folder / WEIGHTS) != expected:
         raise ValueError(f"{folder / WEIGHTS}: half written or edited: its sha256 is not the one in {MODEL}; {anew}")
     if tokenizer_sha256 not in (None, trained_with):
@@ -103,6 +105,10 @@ def load(folder: Path, tokenizer_sha256: str | None = None) -> Checkpoint:
     with safe_open(folder / WEIGHTS, framework="numpy") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     return Checkpoint(weights, config, trained_with)
+
+
+def _json_sha256(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -234,7 +240,7 @@ def fingerprint(files: Iterable[Path], values: Mapping[str, Any]) -> str:
         files: data and sources; folders count with every file in them. Contents and names matter, not where they lie.
         values: parameters, device and library versions, as JSON knows them.
     """
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8"))
+    digest = hashlib.sha256(_json_sha256(values).encode("utf-8"))
     for path in files:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file():

@@ -36,7 +36,7 @@ from shutil import rmtree
 
 import psutil
 
-from tests.scratch import BIN, STAGES, Copy, make_copy
+from tests.scratch import BIN, STAGES, Copy, heed_ctrl_c, make_copy
 
 INTERVAL = 5  # steps between two checkpoints
 SETTINGS = f"""
@@ -259,6 +259,7 @@ def table(kills: Sequence[Kill]) -> str:
 
 def chaos(scratch: Path, kills: int, seed: int, say: Callable[[str], None] = print) -> bool:
     """Kills the pipeline `kills` times in a copy below `scratch` and reports; whether all held."""
+    heed_ctrl_c()
     copy = make_copy(scratch / "copy", SETTINGS, lines=2000, talks=600)
     own = {"NANOEULER_CACHE": scratch / "compiled", "DVC_SITE_CACHE_DIR": scratch / "dvc"}
     copy.environment |= {"PYTHONUNBUFFERED": "1", **{name: str(path) for name, path in own.items()}}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -46,6 +47,11 @@ class Copy:
     def git(self, *arguments: str) -> str:
         """The output of a git command that succeeds."""
         return self.run("git", *arguments)
+
+
+def heed_ctrl_c() -> None:
+    """Lets SIGINT reach what is started from here: a shell's background jobs ignore it, and so does what they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def write(path: Path, text: str) -> None:

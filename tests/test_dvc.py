@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from tests.scratch import BIN, STAGES, TINY, Copy, make_copy, write
+from tests.scratch import BIN, STAGES, TINY, Copy, heed_ctrl_c, make_copy, write
 
 DVC = str(BIN / "dvc")
 
@@ -140,6 +140,7 @@ def test_exp_run_in_a_temporary_copy(repo: Copy) -> None:
 
 def start(repo: Copy, *command: str) -> "subprocess.Popen[str]":
     """A command that goes on, the leader of its own process group, as in a terminal."""
+    heed_ctrl_c()
     environment = {**repo.environment, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         command, cwd=repo.root, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -62,9 +62,13 @@ def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         (folder / checkpoint.WEIGHTS).write_bytes(damaged)
         with pytest.raises(ValueError, match=r"weights\.safetensors: half written or edited"):
             checkpoint.load(folder)
-    (folder / checkpoint.MODEL).write_text('{"config": ', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"model\.json: not a checkpoint's description"):
-        checkpoint.load(folder)
+    checkpoint.save(folder, weights(), CONFIG, "abc")
+    model = (folder / checkpoint.MODEL).read_text(encoding="utf-8")
+    for spoilt in (model.replace('"heads": 2', '"heads": 4'), model.replace('"abc"', "5"), model[:-3], "[]", "7", "{}"):
+        assert spoilt != model
+        (folder / checkpoint.MODEL).write_text(spoilt, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"model\.json: half written or edited \(.*\); run `dvc repro`"):
+            checkpoint.load(folder)
 
 
 def test_states_come_back_exactly_and_two_are_kept(tmp_path: Path) -> None:

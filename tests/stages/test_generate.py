@@ -1,14 +1,13 @@
 """The command generate: what it prints, where a text ends, and what it says when something is missing."""
 
 import io
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from stages import generate
+from stages.checkpoint import load, save
 from tests.stages.scripted_engine import CTRL_C, WORDS, ScriptedEngine, ids, write_model
 
 SEPARATOR = WORDS.special["<|endoftext|>"]
@@ -122,9 +121,9 @@ def test_missing_file_is_one_line(
 
 # A tokenizer of another run gives fluent nonsense; it has to be refused.
 def test_other_tokenizer_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    path = trained / "data/pretrain/checkpoint/model.json"
-    model: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**model, "tokenizer_sha256": "0" * 64}), encoding="utf-8")
+    folder = trained / "data/pretrain/checkpoint"
+    model = load(folder)
+    save(folder, model.weights, model.config, "0" * 64)
     assert run_main(monkeypatch) == 1
     assert "tokenizer" in capsys.readouterr().err
 
