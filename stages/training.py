@@ -164,11 +164,12 @@ def train(engine: Engine, training: Training, task: Task, *, resume: ResumeFolde
             step_begun, lr = time.perf_counter(), learning_rate(step, training)
             batches = [task.batches.batch(index) for index in range(step * accum, (step + 1) * accum)]
             outcome = train_step(engine, batches, training.mtp_weights, optimizer, lr)
-            _check_finite(engine, outcome, step, lr, resume)
             step_s = speed.add(time.perf_counter() - step_begun)
             tokens_per_s = accum * batches[0].tokens.size / step_s
             step += 1
             last, stopping = step == training.steps, interrupt.requested
+            saving = last or stopping or step % training.checkpoint_every == 0
+            _check_finite(engine, outcome, step, lr, resume, weights=saving)
             if step == 1 or last or step % every == 0:
                 row = (step, outcome.loss, outcome.total_loss, lr, outcome.grad_norm, tokens_per_s)
                 record.train.append(row)
@@ -178,7 +179,7 @@ def train(engine: Engine, training: Training, task: Task, *, resume: ResumeFolde
                 _sample(task, record, step, training.seed, display)
             here_s = time.perf_counter() - begun
             record.seconds = before_s + here_s
-            if last or stopping or step % training.checkpoint_every == 0:
+            if saving:
                 resume.save(State(step, engine.state(), record.to_dict()))
                 record.write_curves(curves)
             left_s = speed.left_s(training.steps - step, here_s)
@@ -205,15 +206,17 @@ def _restore(engine: Engine, resume: ResumeFolder, display: Display) -> tuple[in
     return state.step, record
 
 
-def _check_finite(engine: Engine, outcome: Outcome, step: int, lr: float, resume: ResumeFolder) -> None:
-    """Stops the run at the first loss or gradient norm that is not a number."""
-    if math.isfinite(outcome.total_loss) and math.isfinite(outcome.grad_norm):
-        return
-    raise ValueError(
-        f"step {step + 1}: loss {outcome.loss} or its gradient is not finite: learning rate {lr:.3g}, gradient norm "
-        f"{outcome.grad_norm}, first bad tensor {engine.first_nonfinite() or 'none'}, last good checkpoint "
-        f"{resume.newest() or 'none'}; try a lower lr or a longer warm-up"
-    )
+def _check_finite(
+    engine: Engine, outcome: Outcome, step: int, lr: float, resume: ResumeFolder, *, weights: bool
+) -> None:  # fmt: skip
+    """Stops the run at the first loss or gradient norm that is not a number; with `weights`, at the first weight as well."""
+    finite = math.isfinite(outcome.total_loss) and math.isfinite(outcome.grad_norm)
+    bad = engine.first_nonfinite() if weights or not finite else None
+    if not finite or bad:
+        raise ValueError(
+            f"step {step}: loss {outcome.loss}, learning rate {lr:.3g}, gradient norm {outcome.grad_norm}, first bad tensor "
+            f"{bad or 'none'}: not finite; last good checkpoint {resume.newest() or 'none'}; try a lower lr or a longer warm-up"
+        )
 
 
 def _validate(task: Task, record: Record, step: int, display: Display) -> None:

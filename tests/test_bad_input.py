@@ -171,7 +171,7 @@ FAULTS: dict[str, tuple[str, Spoil | None, list[str], str]] = {
     ),
     "not finite": (
         "pretrain", None, ["pretrain.lr=1e30"],
-        "step [234]: loss .* or its gradient is not finite: learning rate 1e.30, gradient norm .*, first bad tensor .*, "
+        "step [234]: loss .*, learning rate 1e.30, gradient norm .*, first bad tensor .*weight: not finite; "
         "last good checkpoint .*; try a lower lr or a longer warm-up",
     ),
     # The disk. A file in the way stands for a folder that is read-only, which binds no administrator.

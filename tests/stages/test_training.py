@@ -4,7 +4,7 @@ import math
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -253,6 +253,22 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert state is not None and state.step == 3 and all(np.isfinite(array).all() for array in state.arrays.values())
 
 
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    """Would catch a checkpoint, or a state called good, of weights that the last update itself made infinite."""
+    one = engine()
+    update = one.update
+
+    def ruined(*given: Any) -> Any:
+        result = update(*given)
+        one.parameter("norm.weight")[3] = np.inf
+        return result
+
+    one.update = ruined  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"step 1: loss \d.*, gradient norm \d.*, first bad tensor norm.weight: not finite"):
+        run(tmp_path, one=one, settings=replace(SETTINGS, checkpoint_every=1))
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_curves_stay_small_and_hold_first_and_last_step(tmp_path: Path) -> None:
     """Would catch a CSV of a line a step over a long run, which Git keeps."""
 
@@ -260,7 +276,8 @@ def test_curves_stay_small_and_hold_first_and_last_step(tmp_path: Path) -> None:
         """An engine whose steps cost nothing."""
 
         def __getattr__(self, name: str) -> object:
-            return {"micro_step": lambda *_: None, "reduce": lambda: None, "state": lambda: {"step": np.zeros((), np.int64)},
+            return {"micro_step": lambda *_: None, "reduce": lambda: None, "first_nonfinite": lambda: None,
+                    "state": lambda: {"step": np.zeros((), np.int64)},
                     "update": lambda *_: type("Update", (), {"nll_sums": np.ones(2), "grad_norm": 1.0})}[name]  # fmt: skip
 
     class Silent(PlainDisplay):
