@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from kernels.batch import Batch, document_start, head_targets
 from kernels.config import ModelConfig, Numerics
 from kernels.cpu import CpuOps
-from kernels.memory import Arena, activation_plan, parameter_plan, report
+from kernels.memory import Arena, check_fits, memory_plan, report
 from kernels.model import Cache, Transformer
-from kernels.parameters import decay_runs, flat_size, initial_weights, named, parameter_table
+from kernels.parameters import decay_runs, initial_weights, named, parameter_table
 
 Array = np.ndarray[Any, Any]
 
@@ -63,7 +63,7 @@ class Engine:
         dtype: np.float64 makes an engine whose gradients can be checked by differences.
 
     Raises:
-        ValueError: the device or precision is not to be had; the message says what to set.
+        ValueError: the device or precision is not to be had, or the model does not fit; the message says what to set.
     """
 
     def __init__(
@@ -86,12 +86,10 @@ class Engine:
         self.ops = CpuOps(dtype, threads)
         self.threads = self.ops.threads
         self._table = parameter_table(config)
-        size, held = flat_size(self._table), self.ops.dtype
-        rows = micro_batch * config.context
-        flat = parameter_plan(size, training=training, dtype=held)
-        self._plan = flat + activation_plan(config, numerics, rows, training=training, dtype=held)
+        self._plan = memory_plan(config, numerics, micro_batch, training=training, dtype=self.ops.dtype)
+        check_fits(self._plan, micro_batch, self.ops.memory_bytes())
         arena = Arena(self._plan, self.ops.allocate)
-        self._flat = {buffer.name: arena.view(buffer.name, buffer.shape) for buffer in flat}
+        self._flat = {buffer.name: arena.view(buffer.name, buffer.shape) for buffer in self._plan if buffer.fixed}
         grads = named(self._flat["gradients"], self._table) if training else {}
         self._weights = named(self._flat["parameters"], self._table)
         self._model = Transformer(config, numerics, self.ops, self._weights, grads, arena)

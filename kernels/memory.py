@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 
 from kernels.config import ModelConfig, Numerics
+from kernels.parameters import flat_size, parameter_table
 
 Array = np.ndarray[Any, Any]
 
 # Every buffer starts at a multiple of this, for vector loads.
 ALIGNMENT_BYTES = 256
+# The kinds of buffers whose size the parameters alone decide.
+FIXED = ("parameters", "gradients", "moments")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     layers: int = 1
+
+    @property
+    def fixed(self) -> bool:
+        """Whether its size does not depend on the batch."""
+        return self.kind in FIXED
 
     @property
     def layer_bytes(self) -> int:
@@ -93,6 +101,37 @@ def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any]) -> list[B
     """The flat arrays of `size` parameters: with their gradients and AdamW's two moments in training."""
     kinds = ("parameters", "gradients", "exp_avg", "exp_avg_sq") if training else ("parameters",)
     return [Buffer(kind, "moments" if kind.startswith("exp") else kind, (size,), dtype) for kind in kinds]
+
+
+def memory_plan(
+    config: ModelConfig,
+    numerics: Numerics,
+    micro_batch: int,
+    *,
+    training: bool = True,
+    dtype: np.dtype[Any] = np.dtype(np.float32),  # noqa: B008 (immutable)
+) -> list[Buffer]:
+    """Everything an engine of this configuration holds; computed without allocating any of it."""
+    flat = parameter_plan(flat_size(parameter_table(config)), training=training, dtype=dtype)
+    return flat + activation_plan(config, numerics, micro_batch * config.context, training=training, dtype=dtype)
+
+
+def check_fits(plan: list[Buffer], micro_batch: int, available: int) -> None:
+    """Refuse a plan that is larger than the device's memory.
+
+    Raises:
+        ValueError: it is; the message says how much is needed and which micro-batch would fit.
+    """
+    needed = sum(buffer.total_bytes for buffer in plan)
+    if needed <= available:
+        return
+    fixed = sum(buffer.total_bytes for buffer in plan if buffer.fixed)
+    fitting = int((available - fixed) / ((needed - fixed) / micro_batch))
+    cure = f"micro_batch={fitting} fits" if fitting > 0 else "no micro_batch fits: a smaller model or model.context does"
+    raise ValueError(
+        f"memory: micro_batch={micro_batch} needs {needed / 2**30:.1f} GiB, {fixed / 2**30:.1f} of them for parameters, and "
+        f"the device has {available / 2**30:.1f}; {cure}"
+    )
 
 
 def report(plan: list[Buffer]) -> str:

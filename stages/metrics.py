@@ -158,7 +158,8 @@ class LiveDisplay:
         cells = self._progress.cells()
         figures.add_row(*(Text(label, style="dim") for label, _ in cells))
         figures.add_row(*(Text(value) for _, value in cells))
-        bar = ProgressBar(total=self._progress.steps, completed=self._progress.step)
+        bar = Table.grid(expand=True)  # a line of its own: a bar alone ends without one
+        bar.add_row(ProgressBar(total=self._progress.steps, completed=self._progress.step))
         return Group(Text(self._title, style="bold"), bar, figures)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from kernels.engine import Engine
 from kernels.generation import Sampling, generate
+from kernels.memory import memory_plan, report
 from stages.batches import EvalWindows, PretrainBatches
 from stages.settings import Settings, stage_main
 from stages.shard_format import SEPARATOR, open_split
@@ -47,11 +48,12 @@ def run(
     reading: dict[str, Any] = {"micro_batch": training.micro_batch, "context": config.context, "separator_id": separator,
                "within_documents": training.within_documents}  # fmt: skip
     batches, windows = PretrainBatches(train, seed=training.seed, **reading), EvalWindows(held_out, **reading)
+    if settings.runtime.plan:
+        print(report(memory_plan(config, settings.numerics, training.micro_batch)))
+        return
     engine = Engine(config, settings.numerics, micro_batch=training.micro_batch, device=settings.runtime.device,
                     threads=settings.runtime.threads, seed=training.seed)  # fmt: skip
     announce("pretrain", engine, config)
-    if settings.runtime.plan:
-        return
 
     def validate() -> Validation:
         nats, targets = held_out_nats(engine, (windows.batch(index) for index in range(len(windows))))

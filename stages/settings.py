@@ -119,7 +119,7 @@ class Training:
             require(name, getattr(self, name) >= 1, "at least 1")
         require("lr", self.lr > 0, "a number above 0")
         require("min_lr", 0 <= self.min_lr <= self.lr, f"0 to {section}.lr = {self.lr}")
-        require("warmup_steps", 0 <= self.warmup_steps <= self.steps, f"0 to {section}.steps = {self.steps}")
+        require("warmup_steps", 0 <= self.warmup_steps <= self.steps, f"0 to {section}.steps = {self.steps} (set both)")
         if self.schedule == "cosine":
             require("cooldown_steps", self.cooldown_steps == 0, f"0 with {section}.schedule=cosine (only wsd cools down)")
         most = self.steps - self.warmup_steps
@@ -173,7 +173,7 @@ class Eval:
 class Runtime:
     """conf/runtime: what cannot change a result; no stage tracks it."""
 
-    device: Literal["auto", "cpu", "cuda"]
+    device: Literal["auto", "cpu"]
     threads: int
     display: Literal["auto", "live", "plain"]
     plan: bool

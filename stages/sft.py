@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kernels.engine import Engine
 from kernels.generation import Sampling, generate
+from kernels.memory import memory_plan, report
 from stages.checkpoint import load
 from stages.conversations import END, PAD, read_conversations, render_all, render_prompt, special_id
 from stages.packing import EvalConversations, SftBatches
@@ -46,11 +47,12 @@ def run(
     words, training = Tokenizer.load(tokenizer), settings.sft
     start = load(base, words.sha256)
     config = start.config
+    if settings.runtime.plan:
+        print(report(memory_plan(config, settings.numerics, training.micro_batch)))
+        return
     engine = Engine(config, settings.numerics, micro_batch=training.micro_batch, device=settings.runtime.device,
                     threads=settings.runtime.threads, seed=training.seed)  # fmt: skip
     announce("sft", engine, config)
-    if settings.runtime.plan:
-        return
     engine.load(start.weights)
     packing = {"micro_batch": training.micro_batch, "context": config.context, "pad_id": special_id(words, PAD)}
     learnt, held_out = (render_all(read_conversations(path), words, context=config.context, too_long=training.too_long)

@@ -119,17 +119,18 @@ def held_out_nats(engine: Engine, batches: Iterable[Batch]) -> tuple[float, floa
 
 
 class Interrupt:
-    """Turns Ctrl-C into a request that the loop answers when its step is done; a second Ctrl-C stops at once."""
+    """Turns Ctrl-C or SIGTERM into a request that the loop answers when its step is done; a second one stops at once."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def __enter__(self) -> "Interrupt":
-        self._before = signal.signal(signal.SIGINT, self._request)
+        self._before = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

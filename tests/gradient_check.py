@@ -2,7 +2,7 @@
 
     python -m tests.gradient_check [--seeds 3] [--elements 64]
 
-prints, for both architectures, the largest relative error of each tensor over
+prints, for three architectures, the largest relative error of each tensor over
 max(|analytic|, |numeric|, 1e-4 of the tensor's largest gradient), and fails where one exceeds 1e-6.
 """
 
@@ -120,6 +120,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--elements", type=int, default=64)
     args = parser.parse_args()
+    if args.seeds < 1 or args.elements < 1:
+        parser.error("--seeds and --elements: expected at least 1")
     worst = 0.0
     for label, config in MODELS.items():
         columns = [check_model(config, seed, args.elements) for seed in range(args.seeds)]

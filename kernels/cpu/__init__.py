@@ -8,6 +8,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import psutil
 from threadpoolctl import threadpool_limits
 
 from kernels.cpu import jit as jit  # first: it configures Numba before any function is compiled
@@ -100,6 +101,10 @@ class CpuOps:
         if self._scratch.size < needed:
             self._scratch = np.empty(needed, self.dtype)
         matmul_backward(dinp, dweight, dout, inp, weight, self._scratch, add_dinp=add_dinp)
+
+    def memory_bytes(self) -> int:
+        """Memory of the machine."""
+        return int(psutil.virtual_memory().total)
 
     def allocate(self, size: int) -> Array:
         """`size` zeroed bytes that begin at a cache line."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kernels.config import ModelConfig, Numerics
-from kernels.memory import ALIGNMENT_BYTES, Arena, Buffer, activation_plan, parameter_plan, report
+from kernels.memory import ALIGNMENT_BYTES, Arena, Buffer, activation_plan, check_fits, memory_plan, parameter_plan, report
 from tests.gradient_check import MODELS
 
 FLOAT32 = np.dtype(np.float32)
@@ -102,3 +102,15 @@ def test_report() -> None:
     assert lines == [["parameters", "3.0", "MiB"], ["activations", "1.0", "MiB"], ["total", "4.0", "MiB"]]
     assert plan[2].layer_bytes == ALIGNMENT_BYTES
     assert math.prod(plan[1].shape) * 4 == plan[1].layer_bytes
+
+
+# A plan that swaps for hours, or a traceback of the allocator, where a smaller batch would have done.
+def test_what_does_not_fit_is_refused_with_what_would() -> None:
+    config = ModelConfig(64, 2, 2, 1, 16, 32, 16)
+    plan = memory_plan(config, Numerics(), 8)
+    needed = sum(buffer.total_bytes for buffer in plan)
+    check_fits(plan, 8, needed)
+    with pytest.raises(ValueError, match=r"micro_batch=8 needs .* GiB, .*; micro_batch=4 fits"):
+        check_fits(plan, 8, sum(buffer.total_bytes for buffer in memory_plan(config, Numerics(), 4)))
+    with pytest.raises(ValueError, match="no micro_batch fits"):
+        check_fits(plan, 8, 1000)

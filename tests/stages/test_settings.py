@@ -114,7 +114,7 @@ WRONG = [
     ("eval.max_tokens", 0, "at least 1"),
     ("eval.prompts", ["a", 3], "a text"),
     ("numerics.precision", "int8", "one of fp32"),
-    ("runtime.device", "gpu", "one of auto, cpu, cuda"),
+    ("runtime.device", "gpu", "one of auto, cpu"),
     ("runtime.threads", -1, "at least 0"),
     ("corpus.sources", "wheel", "a list"),
 ]
