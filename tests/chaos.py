@@ -41,9 +41,9 @@ from tests.scratch import BIN, STAGES, Copy, heed_ctrl_c, make_copy
 INTERVAL = 5  # steps between two checkpoints
 SETTINGS = f"""
 train_bpe: {{vocab_size: 300}}
-model: {{layers: 2, heads: 2, kv_heads: 1, dim: 64, ffn: 128, context: 64, mtp_heads: 2}}
-pretrain: {{steps: 60, micro_batch: 16, warmup_steps: 2, val_every: 10, sample_every: 30, checkpoint_every: {INTERVAL}}}
-sft: {{steps: 60, micro_batch: 16, warmup_steps: 2, val_every: 10, sample_every: 30, checkpoint_every: {INTERVAL}}}
+model: {{layers: 3, heads: 3, kv_heads: 1, dim: 96, ffn: 192, context: 64, mtp_heads: 2}}
+pretrain: {{steps: 60, micro_batch: 32, warmup_steps: 2, val_every: 10, sample_every: 30, checkpoint_every: {INTERVAL}}}
+sft: {{steps: 60, micro_batch: 32, warmup_steps: 2, val_every: 10, sample_every: 30, checkpoint_every: {INTERVAL}}}
 eval: {{max_tokens: 8, micro_batch: 8}}
 """
 WAYS = ("stage", "dvc", "group", "ctrl-c")
@@ -92,10 +92,12 @@ class Pipeline:
     logs: list[Path] = field(default_factory=list)
     orphans: list[psutil.Process] = field(default_factory=list)
     repairs: Counter[str] = field(default_factory=Counter)
+    started: int = 0
 
     def start(self) -> "subprocess.Popen[bytes]":
         """Starts `dvc repro` as the leader of its own process group."""
-        self.logs.append(self.scratch / f"{len(self.logs):03}.log")
+        self.started += 1
+        self.logs.append(self.scratch / f"{self.started:03}.log")
         command = [str(BIN / "dvc"), "repro"]
         with self.logs[-1].open("wb") as log:
             return subprocess.Popen(
@@ -106,6 +108,10 @@ class Pipeline:
     def text(self) -> str:
         """What the newest `dvc repro` has printed so far."""
         return self.logs[-1].read_text(encoding="utf-8", errors="replace")
+
+    def earlier(self) -> list[str]:
+        """What the ones before it in this run have printed."""
+        return [log.read_text(encoding="utf-8", errors="replace") for log in self.logs[:-1]]
 
     def stage(self) -> str | None:
         """The stage that it has come to, None before the first that runs."""
@@ -184,7 +190,9 @@ def disturb(pipeline: Pipeline, planned: Kill, lengths_s: dict[str, float], rng:
     while dvc.poll() is None:
         stage = pipeline.stage()
         if stage and moment == float("inf") and STAGES.index(stage) >= STAGES.index(planned.stage):
-            moment = time.monotonic() + rng.uniform(0, lengths_s[stage])
+            # What goes on from a checkpoint ends sooner; a later moment would mostly fall into the stage after it.
+            resumed = any(f"Running stage '{stage}'" in earlier for earlier in pipeline.earlier())
+            moment = time.monotonic() + rng.uniform(0, lengths_s[stage] * (0.5 if resumed else 1))
         if time.monotonic() >= moment and strike(pipeline, dvc, planned.way):
             return Kill(pipeline.stage() or planned.stage, planned.way, training=is_training(pipeline.text()))
         time.sleep(0.005)
@@ -282,9 +290,10 @@ def chaos(scratch: Path, kills: int, seed: int, say: Callable[[str], None] = pri
         while of_run and (killed := disturb(pipeline, of_run[0], lengths_s, rng)):
             done.append(killed)
             of_run.pop(0)
+            say(f"  {pipeline.logs[-1].name}: {killed.way} in {killed.stage}{', training' if killed.training else ''}")
         pending += of_run  # the pipeline came to its end before them
         pipeline.finish()
-        made, again = results(copy.root), repeated([log.read_text(encoding="utf-8", errors="replace") for log in pipeline.logs])
+        made, again = results(copy.root), repeated([*pipeline.earlier(), pipeline.text()])
         repeats += again
         same.append(made == reference)
         differing = sorted(name for name in made.keys() | reference.keys() if made.get(name) != reference.get(name))
