@@ -11,6 +11,10 @@ clipping the gradient to norm 1; its loss is the mean of its prediction heads' m
 --heads     query heads, which no shape tells
 
 Prints a line of JSON; the exit code is 1 where a loss differs by more than 0.1 %.
+
+A curve can be compared only where it is determined: while a loss lies on a plateau, as that of euler_1m does with 16 or more rows
+of 128 tokens, rounding errors grow a hundredfold in twenty steps, and our own weights, changed by 1e-7 of themselves, part from
+themselves by 0.09 % within 85 steps. With 8 rows of 128 that stays at 0.001 % over 200.
 """
 
 import argparse
@@ -95,7 +99,7 @@ def our_losses(
 
 
 def compare(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    """The largest relative difference, where, and how far the loss fell."""
+    """The largest relative difference, at which step, and how far the loss fell to its lowest."""
     difference = np.abs(np.array(ours) - theirs) / theirs
     worst = int(difference.argmax())
     fell = 1 - min(theirs) / theirs[0]
