@@ -249,19 +249,28 @@ def alone(name: str) -> Iterator[None]:
 
     DVC's own locks know nothing of stages run by hand, nor of one that goes on after `dvc` alone was killed. The system frees
     this lock when its process ends, however it ends.
+
+    Raises:
+        ValueError: another stage was started while this one waited. Of several that wait only the last may run: the `dvc` of an
+            earlier one may be gone, and what it would write replace what was made since.
     """
-    folder = Path(".nanoeuler")
-    lock, running = FileLock(folder / "running.lock"), folder / "running"
+    folder, own = Path(".nanoeuler"), f"{name} (process {os.getpid()})"
+    lock, running, last = FileLock(folder / "running.lock"), folder / "running", folder / "started"
     with writing(folder):
         folder.mkdir(exist_ok=True)
+        last.write_text(own, encoding="utf-8", newline="\n")
         try:
             lock.acquire(timeout=0)
         except Timeout:
             other = running.read_text(encoding="utf-8") if running.is_file() else "another stage"
             print(f"{name}: waiting for {other}, which runs in this checkout; Ctrl-C gives up", flush=True)
             lock.acquire()
+            later = last.read_text(encoding="utf-8")
+            if later != own:
+                lock.release()
+                raise ValueError(f"{name}: {later} was started while this one waited; start this one again if need be") from None
     try:
-        write_text(running, f"{name} (process {os.getpid()})")
+        write_text(running, own)
         yield
     finally:
         lock.release()

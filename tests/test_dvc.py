@@ -179,7 +179,8 @@ def test_ctrl_c_saves_and_leaves_the_stage_unfinished(repo: Copy) -> None:
     assert f"resumed at step {saved} " in again and stages_run(again) == ["pretrain", "sft", "eval"]
 
 
-# Two that train in one folder would mix their files. DVC refuses; a stage by hand, or one whose `dvc` was killed, waits.
+# Two that train in one folder would mix their files. DVC refuses; a stage by hand, or one whose `dvc` was killed, waits. Of two
+# that wait the first gives up: nothing waits for what it makes, and it would come between the later one and the next stage.
 def test_a_second_run_is_refused_or_waits(repo: Copy) -> None:
     train_long(repo, seed=2)
     with start(repo, DVC, "repro") as first:
@@ -192,7 +193,7 @@ def test_a_second_run_is_refused_or_waits(repo: Copy) -> None:
             first.wait()
             with start(repo, DVC, "repro") as anew:  # of the stage that goes on without its dvc, and of the one by hand
                 read_until(anew, "pretrain: waiting for pretrain (process ")
-                assert "resumed at step 1500 " in by_hand.communicate(timeout=60)[0] and by_hand.returncode == 0
+                assert "was started while this one waited" in by_hand.communicate(timeout=60)[0] and by_hand.returncode == 1
                 assert "resumed at step 1500 " in anew.communicate(timeout=60)[0] and anew.returncode == 0
 
 

@@ -246,8 +246,9 @@ def test_stage_main_hands_over_settings(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "key=value" in capsys.readouterr().out
 
 
-# Two stages at once would write the same files, or one would read what the other is about to replace. The process that holds
-# the lock is killed, as its `dvc` may have been before: a lock that outlives it would be waited for without end.
+# Two stages at once would write the same files, or one would read what the other is about to replace; one that waited while a
+# later one was started would replace what that one made. The process that holds the lock is killed, as its `dvc` may have been
+# before: a lock that outlives it would be waited for without end.
 def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
     held = "import sys, time; from stages.settings import alone\nwith alone('shard'): print('held', flush=True); time.sleep(60)"
     waits = "import sys; from stages.settings import stage_main; stage_main('pretrain', lambda settings: print('ran'))"
@@ -255,7 +256,8 @@ def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
 
     def start(code: str, *argv: str) -> "subprocess.Popen[str]":
         command = [sys.executable, "-c", code, *argv]
-        return subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+        return subprocess.Popen(command, cwd=root, env=environment, **pipes)
 
     with start(held) as first:
         assert first.stdout and first.stdout.readline() == "held\n"
@@ -264,9 +266,13 @@ def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
             assert second.stdout
             line = second.stdout.readline()
             assert line == f"pretrain: waiting for shard (process {first.pid}), which runs in this checkout; Ctrl-C gives up\n"
-            assert second.poll() is None
-            first.kill()
-            assert second.communicate(timeout=60)[0] == "ran\n" and second.returncode == 0
+            with start(waits) as third:
+                assert third.stdout and third.stdout.readline() == line
+                assert second.poll() is None
+                first.kill()
+                assert third.communicate(timeout=60)[0] == "ran\n" and third.returncode == 0
+            said = f"error: pretrain: pretrain (process {third.pid}) was started while this one waited; start this one again"
+            assert said in second.communicate(timeout=60)[1] and second.returncode == 1
 
 
 # --check is lint's guard against an edit in conf/ that dvc repro would not see; --write its repair.
