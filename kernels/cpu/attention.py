@@ -1,8 +1,9 @@
-"""Causal grouped-query attention, TILE queries at a time.
+"""Causal grouped-query attention, BLOCK queries at a time.
 
 A task owns one key/value head of one sequence and all query heads that share it, so dk and dv are summed without a lock; the
-documents of the sequence are separate problems one after the other. Keys and values of a document are copied once to rows of
-one feature each (D, keys): every product then runs along the keys that a tile's queries may see and no others, and vectorises.
+documents of the sequence are separate problems one after the other. What a product reads along its rows is copied once a
+document: keys and values as rows of features, zeros up to the tile's width, or as rows of keys, one a feature. A block of
+queries is multiplied by the keys up to its last query, rounded up to the tile's width, and no others.
 """
 
 from typing import Any
@@ -12,13 +13,13 @@ from numba import prange
 
 from kernels.cpu.exponential import exp
 from kernels.cpu.jit import jit, pjit
+from kernels.cpu.tile import multiply, width
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
-# Queries, and features, taken together in an inner loop, where each value loaded serves TILE products. The loops below are
-# written out for 4.
-TILE = 4
+# Queries taken together, a multiple of tile.ROWS: more of them read the keys less often, and multiply more unseen ones.
+BLOCK = 32
 
 
 def attention_forward(out: Array, lse: Array, qkv: Array, start: Ids) -> None:
@@ -36,7 +37,7 @@ def attention_forward(out: Array, lse: Array, qkv: Array, start: Ids) -> None:
 
     Source: Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245 (grouped queries).
     """
-    _forward(out, lse, qkv, start)
+    _forward(out, lse, qkv, start, width(qkv.itemsize))
 
 
 def attention_backward(dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Ids) -> None:
@@ -53,125 +54,12 @@ def attention_backward(dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Ar
 
     Source: Dao et al. 2022, arXiv:2205.14135, appendix B.
     """
-    _backward(dqkv, dout, out, lse, qkv, start)
+    _backward(dqkv, dout, out, lse, qkv, start, width(qkv.itemsize))
 
 
 @jit
-def _features(columns, rows):  # type: ignore[no-untyped-def]
-    """Copy rows (keys, D) to the first columns of (D rounded up to TILE, T); the rows that padding adds stay zero."""
-    for j in range(rows.shape[0]):
-        for d in range(rows.shape[1]):
-            columns[d, j] = rows[j, d]
-
-
-@jit
-def _gather(vectors, rows, scale):  # type: ignore[no-untyped-def]
-    """vectors[r] = rows[r] * scale for up to TILE rows (n, D); what is left of the tile becomes zero."""
-    vectors[rows.shape[0] :] = 0
-    for r in range(rows.shape[0]):
-        for d in range(rows.shape[1]):
-            vectors[r, d] = rows[r, d] * scale
-
-
-@jit
-def _project(scores, vectors, columns, keys):  # type: ignore[no-untyped-def]
-    """scores[r, j] = vectors[r] . columns[:, j] for the TILE queries r and j < keys."""
-    s0, s1, s2, s3 = scores[0], scores[1], scores[2], scores[3]
-    scores[:, :keys] = 0
-    for d in range(0, columns.shape[0], TILE):
-        c0, c1, c2, c3 = columns[d], columns[d + 1], columns[d + 2], columns[d + 3]
-        a0, a1, a2, a3 = vectors[0, d], vectors[0, d + 1], vectors[0, d + 2], vectors[0, d + 3]
-        b0, b1, b2, b3 = vectors[1, d], vectors[1, d + 1], vectors[1, d + 2], vectors[1, d + 3]
-        for j in range(keys):
-            s0[j] += a0 * c0[j] + a1 * c1[j] + a2 * c2[j] + a3 * c3[j]
-            s1[j] += b0 * c0[j] + b1 * c1[j] + b2 * c2[j] + b3 * c3[j]
-        a0, a1, a2, a3 = vectors[2, d], vectors[2, d + 1], vectors[2, d + 2], vectors[2, d + 3]
-        b0, b1, b2, b3 = vectors[3, d], vectors[3, d + 1], vectors[3, d + 2], vectors[3, d + 3]
-        for j in range(keys):
-            s2[j] += a0 * c0[j] + a1 * c1[j] + a2 * c2[j] + a3 * c3[j]
-            s3[j] += b0 * c0[j] + b1 * c1[j] + b2 * c2[j] + b3 * c3[j]
-
-
-@jit
-def _combine(vectors, scores, columns, keys):  # type: ignore[no-untyped-def]
-    """vectors[r, d] = sum over j < keys of scores[r, j] * columns[d, j] for the TILE queries r."""
-    s0, s1, s2, s3 = scores[0], scores[1], scores[2], scores[3]
-    zero = vectors.dtype.type(0)
-    for d in range(0, columns.shape[0], 2):
-        c0, c1 = columns[d], columns[d + 1]
-        a0, a1, a2, a3 = zero, zero, zero, zero
-        b0, b1, b2, b3 = zero, zero, zero, zero
-        for j in range(keys):
-            a0 += s0[j] * c0[j]
-            a1 += s1[j] * c0[j]
-            a2 += s2[j] * c0[j]
-            a3 += s3[j] * c0[j]
-            b0 += s0[j] * c1[j]
-            b1 += s1[j] * c1[j]
-            b2 += s2[j] * c1[j]
-            b3 += s3[j] * c1[j]
-        vectors[0, d], vectors[1, d], vectors[2, d], vectors[3, d] = a0, a1, a2, a3
-        vectors[0, d + 1], vectors[1, d + 1], vectors[2, d + 1], vectors[3, d + 1] = b0, b1, b2, b3
-
-
-@jit
-def _scatter(columns, scores, vectors, keys):  # type: ignore[no-untyped-def]
-    """columns[d, j] += sum over the TILE queries r of vectors[r, d] * scores[r, j] for j < keys."""
-    s0, s1, s2, s3 = scores[0], scores[1], scores[2], scores[3]
-    for d in range(columns.shape[0]):
-        column = columns[d]
-        a0, a1, a2, a3 = vectors[0, d], vectors[1, d], vectors[2, d], vectors[3, d]
-        for j in range(keys):
-            column[j] += a0 * s0[j] + a1 * s1[j] + a2 * s2[j] + a3 * s3[j]
-
-
-@jit
-def _softmax(score, seen, keys):  # type: ignore[no-untyped-def]
-    """Turn the first `seen` scores into their softmax and the others below `keys` into 0; return log sum exp."""
-    largest = score[0]
-    for j in range(1, seen):
-        largest = max(largest, score[j])
-    total = score.dtype.type(0)
-    for j in range(seen):
-        weight = exp(score[j] - largest)
-        score[j] = weight
-        total += weight
-    scale = score.dtype.type(1) / total
-    for j in range(seen):
-        score[j] *= scale
-    score[seen:keys] = 0
-    return largest + np.log(total)
-
-
-@pjit
-def _forward(out, lse, qkv, start):  # type: ignore[no-untyped-def]
-    batch, length, heads, head_dim = out.shape
-    kv_heads = (qkv.shape[2] - heads) // 2
-    group, dtype = heads // kv_heads, qkv.dtype
-    padded = (head_dim + TILE - 1) // TILE * TILE
-    scale = dtype.type(1) / np.sqrt(dtype.type(head_dim))
-    for task in prange(batch * kv_heads):
-        b, shared = task // kv_heads, task % kv_heads
-        keys, values = np.zeros((padded, length), dtype), np.zeros((padded, length), dtype)
-        scores = np.empty((TILE, length), dtype)
-        queries, means = np.zeros((TILE, padded), dtype), np.empty((TILE, padded), dtype)
-        begin = 0
-        while begin < length:
-            end = _document_end(start, b, begin)
-            _features(keys, qkv[b, begin:end, heads + shared])
-            _features(values, qkv[b, begin:end, heads + kv_heads + shared])
-            for head in range(shared * group, (shared + 1) * group):
-                for first in range(begin, end, TILE):
-                    high = min(first + TILE, end)
-                    _gather(queries, qkv[b, first:high, head], scale)
-                    _project(scores, queries, keys, high - begin)
-                    for t in range(first, high):
-                        lse[b, head, t] = _softmax(scores[t - first], t + 1 - begin, high - begin)
-                    _combine(means, scores, values, high - begin)
-                    for t in range(first, high):
-                        for d in range(head_dim):
-                            out[b, t, head, d] = means[t - first, d]
-            begin = end
+def _round_up(count, step):  # type: ignore[no-untyped-def]
+    return (count + step - 1) // step * step
 
 
 @jit
@@ -184,59 +72,120 @@ def _document_end(start, b, begin):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _score_gradient(p, ds, lse, delta, seen, keys):  # type: ignore[no-untyped-def]
+def _copy(rows, source, scale):  # type: ignore[no-untyped-def]
+    """Copy source (n, D) * scale to the first columns of the first rows."""
+    for j in range(source.shape[0]):
+        for d in range(source.shape[1]):
+            rows[j, d] = source[j, d] * scale
+
+
+@jit
+def _softmax(score, seen):  # type: ignore[no-untyped-def]
+    """Turn the first `seen` scores into exp(score - largest) and the others into 0; return the largest and the sum."""
+    largest = score[0]
+    for j in range(1, seen):
+        largest = max(largest, score[j])
+    total = score.dtype.type(0)
+    for j in range(seen):
+        weight = exp(score[j] - largest)
+        score[j] = weight
+        total += weight
+    score[seen:] = 0
+    return largest, total
+
+
+@pjit
+def _forward(out, lse, qkv, start, step):  # type: ignore[no-untyped-def]
+    batch, length, heads, head_dim = out.shape
+    kv_heads = (qkv.shape[2] - heads) // 2
+    group, dtype = heads // kv_heads, qkv.dtype
+    padded, padded_dim = _round_up(length, step), _round_up(head_dim, step)
+    one = dtype.type(1)
+    scale = one / np.sqrt(dtype.type(head_dim))
+    for task in prange(batch * kv_heads):
+        b, shared = task // kv_heads, task % kv_heads
+        key_columns, values = np.zeros((head_dim, padded), dtype), np.zeros((length, padded_dim), dtype)
+        queries, means = np.zeros((BLOCK, head_dim), dtype), np.empty((BLOCK, padded_dim), dtype)
+        scores, share = np.zeros((BLOCK, padded), dtype), np.empty(BLOCK, dtype)
+        begin = 0
+        while begin < length:
+            end = _document_end(start, b, begin)
+            _copy(key_columns.T, qkv[b, begin:end, heads + shared], one)
+            _copy(values, qkv[b, begin:end, heads + kv_heads + shared], one)
+            for head in range(shared * group, (shared + 1) * group):
+                for first in range(begin, end, BLOCK):
+                    high = min(first + BLOCK, end)
+                    keys, score = high - begin, scores[:, : _round_up(high - begin, step)]
+                    _copy(queries, qkv[b, first:high, head], scale)
+                    multiply(score, queries, key_columns, False)
+                    for t in range(first, high):
+                        largest, total = _softmax(score[t - first], t + 1 - begin)
+                        lse[b, head, t] = largest + np.log(total)
+                        share[t - first] = one / total
+                    multiply(means, scores[:, :keys], values, False)
+                    for t in range(first, high):
+                        for d in range(head_dim):
+                            out[b, t, head, d] = means[t - first, d] * share[t - first]
+            begin = end
+
+
+@jit
+def _score_gradient(p, ds, lse, delta, seen):  # type: ignore[no-untyped-def]
     """From scores and dout . v of one query to p and ds, without the scale, which q and dq carry; 0 where unseen."""
     for j in range(seen):
         weight = exp(p[j] - lse)
         p[j] = weight
         ds[j] = weight * (ds[j] - delta)
-    p[seen:keys] = 0
-    ds[seen:keys] = 0
+    p[seen:] = 0
+    ds[seen:] = 0
 
 
 @pjit
-def _backward(dqkv, dout, out, lse, qkv, start):  # type: ignore[no-untyped-def]
+def _backward(dqkv, dout, out, lse, qkv, start, step):  # type: ignore[no-untyped-def]
     batch, length, heads, head_dim = out.shape
     kv_heads = (qkv.shape[2] - heads) // 2
     group, dtype = heads // kv_heads, qkv.dtype
-    padded = (head_dim + TILE - 1) // TILE * TILE
+    padded, padded_dim = _round_up(length, step), _round_up(head_dim, step)
     one = dtype.type(1)
     scale = one / np.sqrt(dtype.type(head_dim))
     for task in prange(batch * kv_heads):
         b, shared = task // kv_heads, task % kv_heads
-        keys, values = np.zeros((padded, length), dtype), np.zeros((padded, length), dtype)
-        dkeys, dvalues = np.empty((padded, length), dtype), np.empty((padded, length), dtype)
-        p, ds = np.empty((TILE, length), dtype), np.empty((TILE, length), dtype)
-        queries, douts = np.zeros((TILE, padded), dtype), np.zeros((TILE, padded), dtype)
-        dqueries = np.empty((TILE, padded), dtype)
+        key_columns, value_columns = np.zeros((head_dim, padded), dtype), np.zeros((head_dim, padded), dtype)
+        keys, dkeys = np.zeros((length, padded_dim), dtype), np.empty((padded, padded_dim), dtype)
+        dvalues = np.empty((padded, padded_dim), dtype)
+        p, ds = np.zeros((BLOCK, padded), dtype), np.zeros((BLOCK, padded), dtype)
+        queries, douts = np.zeros((BLOCK, padded_dim), dtype), np.zeros((BLOCK, padded_dim), dtype)
+        dqueries = np.empty((BLOCK, padded_dim), dtype)
         begin = 0
         while begin < length:
             end = _document_end(start, b, begin)
-            _features(keys, qkv[b, begin:end, heads + shared])
-            _features(values, qkv[b, begin:end, heads + kv_heads + shared])
-            dkeys[:, : end - begin] = 0
-            dvalues[:, : end - begin] = 0
+            _copy(keys, qkv[b, begin:end, heads + shared], one)
+            _copy(key_columns.T, qkv[b, begin:end, heads + shared], one)
+            _copy(value_columns.T, qkv[b, begin:end, heads + kv_heads + shared], one)
+            dkeys[: _round_up(end - begin, step)] = 0
+            dvalues[: _round_up(end - begin, step)] = 0
             for head in range(shared * group, (shared + 1) * group):
-                for first in range(begin, end, TILE):
-                    high = min(first + TILE, end)
-                    _gather(queries, qkv[b, first:high, head], scale)
-                    _gather(douts, dout[b, first:high, head], one)
-                    _project(p, queries, keys, high - begin)
-                    _project(ds, douts, values, high - begin)
+                for first in range(begin, end, BLOCK):
+                    high = min(first + BLOCK, end)
+                    count, seen, wide = high - first, high - begin, _round_up(high - begin, step)
+                    _copy(queries, qkv[b, first:high, head], scale)
+                    _copy(douts, dout[b, first:high, head], one)
+                    multiply(p[:, :wide], queries[:, :head_dim], key_columns, False)
+                    multiply(ds[:, :wide], douts[:, :head_dim], value_columns, False)
                     for t in range(first, high):
                         delta = dtype.type(0)
                         for d in range(head_dim):
                             delta += dout[b, t, head, d] * out[b, t, head, d]
                         r = t - first
-                        _score_gradient(p[r], ds[r], lse[b, head, t], delta, t + 1 - begin, high - begin)
-                    _combine(dqueries, ds, keys, high - begin)
-                    _scatter(dkeys, ds, queries, high - begin)
-                    _scatter(dvalues, p, douts, high - begin)
+                        _score_gradient(p[r, :wide], ds[r, :wide], lse[b, head, t], delta, t + 1 - begin)
+                    multiply(dqueries, ds[:, :seen], keys, False)
+                    multiply(dkeys[:wide], ds[:count, :wide].T, queries, True)
+                    multiply(dvalues[:wide], p[:count, :wide].T, douts, True)
                     for t in range(first, high):
                         for d in range(head_dim):
                             dqkv[b, t, head, d] = dqueries[t - first, d] * scale
             for t in range(begin, end):
                 for d in range(head_dim):
-                    dqkv[b, t, heads + shared, d] = dkeys[d, t - begin]
-                    dqkv[b, t, heads + kv_heads + shared, d] = dvalues[d, t - begin]
+                    dqkv[b, t, heads + shared, d] = dkeys[t - begin, d]
+                    dqkv[b, t, heads + kv_heads + shared, d] = dvalues[t - begin, d]
             begin = end
