@@ -259,8 +259,7 @@ def run_stage(
     """
     started = now()
     parameters = {"model": config.to_dict(), name: asdict(training), "numerics": asdict(settings.numerics)}
-    # The matrix library rounds differently with another number of threads.
-    place = {"device": engine.device, "threads": engine.threads, "versions": versions()}
+    place = {"device": engine.device, "versions": versions()}
     values = {"stage": name, "parameters": parameters, **place}
     key = fingerprint([*deps, *sources(name)], values)
     display = open_display(settings.runtime.display, name)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from tests.gradient_check import FLOOR, LIMIT
 
@@ -133,12 +132,11 @@ def assert_gradients(
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Numba's loops and the matrix library on so many threads."""
+    """Numba's loops on so many threads."""
     before = numba.get_num_threads()
     numba.set_num_threads(count)
     try:
-        with threadpool_limits(count, "blas"):
-            yield
+        yield
     finally:
         numba.set_num_threads(before)
 

@@ -43,7 +43,7 @@ MODULES = (
 )
 
 # Files of kernels/cpu that are not an operation of their own, and operations without a backward pass.
-NOT_OPERATIONS = ("__init__", "exponential", "jit")
+NOT_OPERATIONS = ("__init__", "exponential", "jit", "tile")
 ONE_FUNCTION = ("adamw", "grad_norm", "sampling")
 FORWARD_ONLY = ("decode_attention", "weighted_sum")
 

@@ -1,4 +1,4 @@
-"""The CPU engine's operations: NumPy for matrix products, Numba loops for the rest.
+"""The CPU engine's operations, as loops that Numba compiles.
 
 Each file is one operation with its mathematics; `CpuOps` is the set of them that the model is written over.
 """
@@ -9,7 +9,6 @@ from typing import Any
 import numba
 import numpy as np
 import psutil
-from threadpoolctl import threadpool_limits
 
 from kernels.cpu import jit as jit  # first: it configures Numba before any function is compiled
 from kernels.cpu.adamw import adamw
@@ -46,7 +45,7 @@ class CpuOps:
 
     Args:
         dtype: np.float32 to run, np.float64 to check gradients.
-        threads: of the matrix library and of Numba's loops; 0 takes every core this process may use.
+        threads: of the loops; 0 takes every core this process may use.
 
     Raises:
         ValueError: more threads than cores.
@@ -61,8 +60,6 @@ class CpuOps:
         self.dtype = np.dtype(dtype)
         self.threads = threads or available
         numba.set_num_threads(self.threads)
-        self._library_threads = threadpool_limits(self.threads, "blas")
-        self._scratch = np.empty(0, self.dtype)
 
     embedding_forward = staticmethod(embedding_forward)
     embedding_backward = staticmethod(embedding_backward)
@@ -75,6 +72,7 @@ class CpuOps:
     residual_layernorm_forward = staticmethod(residual_layernorm_forward)
     residual_layernorm_backward = staticmethod(residual_layernorm_backward)
     matmul_forward = staticmethod(matmul_forward)
+    matmul_backward = staticmethod(matmul_backward)
     bias_forward = staticmethod(bias_forward)
     bias_backward = staticmethod(bias_backward)
     rope_forward = staticmethod(rope_forward)
@@ -92,15 +90,6 @@ class CpuOps:
     grad_norm = staticmethod(grad_norm)
     adamw = staticmethod(adamw)
     sampling = staticmethod(sampling)
-
-    def matmul_backward(
-        self, dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, *, add_dinp: bool = False
-    ) -> None:
-        """kernels.cpu.matmul.matmul_backward over this object's scratch, which grows to the largest product once."""
-        needed = max(dweight.size, dinp.size if add_dinp else 0)
-        if self._scratch.size < needed:
-            self._scratch = np.empty(needed, self.dtype)
-        matmul_backward(dinp, dweight, dout, inp, weight, self._scratch, add_dinp=add_dinp)
 
     def memory_bytes(self) -> int:
         """Memory of the machine."""

@@ -44,8 +44,9 @@ class SharedCacheLocator(UserProvidedCacheLocator):  # type: ignore[misc]
 
 numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{SharedCacheLocator.__name__}"
 numba.config.CACHE_DIR = str(user_cache() / "numba" / _sources_hash())
-# The default layer's idle threads spin and take the cores from the matrix library's; this one's sleep.
-numba.config.THREADING_LAYER = "workqueue"
+# OpenMP's first thread is the caller; of workqueue, where there is no OpenMP library, all have to be woken for each loop, now and
+# then two of them on one core.
+numba.config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
 
 _optimize_final_module = JITCodeLibrary._optimize_final_module
 
