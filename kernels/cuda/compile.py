@@ -1,0 +1,133 @@
+"""From a .cu file to machine code with NVRTC: no GPU, driver, CuPy or CUDA toolkit is needed, two wheels are.
+
+Each kernel instance (one choice of template arguments) is compiled on its own and kept in the user's cache folder under a hash
+of all that went into it: the sources with the headers beside them, the instance, the options, the architecture and the compiler.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from cuda.pathfinder import find_nvidia_header_directory, load_nvidia_dynamic_lib
+
+from kernels.cache import user_cache
+
+FOLDER = Path(__file__).parent
+# -default-device: helper functions need no __device__. ptxas' report of registers and spills comes back in the log.
+OPTIONS = ("--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
+INSTALL = "python -m pip install nvidia-cuda-nvrtc nvidia-cuda-runtime, both of CUDA 13.0"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code of one kernel instance.
+
+    Args:
+        symbol: its name in the code.
+        cubin: the code.
+        registers: a thread's.
+        spill_bytes: stores and loads of registers that did not fit.
+        warnings: what ptxas said of its own accord, e.g. that it had to serialise.
+    """
+
+    symbol: str
+    cubin: bytes
+    registers: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+
+
+def compile_instance(source: str, instance: str, arch: str) -> Compiled:
+    """Compile one instance of a kernel, or take it from the cache.
+
+    Args:
+        source: name of a .cu file in this folder.
+        instance: the kernel with its template arguments, "rmsnorm_forward<float>".
+        arch: "sm_80", "sm_90a", ...
+
+    Raises:
+        ValueError: NVRTC or the CUDA headers are missing, or the code does not compile; the message holds the log.
+    """
+    options = (*OPTIONS, f"-arch={arch}")
+    digest = hashlib.sha256("\0".join((_sources(source), instance, *options, str(_version()))).encode()).hexdigest()[:32]
+    code, notes = (user_cache() / "cuda" / f"{digest}.{suffix}" for suffix in ("cubin", "json"))
+    if code.is_file() and notes.is_file():
+        fields = json.loads(notes.read_text(encoding="utf-8"))
+        return Compiled(cubin=code.read_bytes(), **{**fields, "warnings": tuple(fields["warnings"])})
+    compiled = _compile(source, instance, options)
+    code.parent.mkdir(parents=True, exist_ok=True)
+    fields = {name: value for name, value in asdict(compiled).items() if name != "cubin"}
+    for path, content in ((code, compiled.cubin), (notes, json.dumps(fields).encode())):
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_bytes(content)
+        partial.replace(path)
+    return compiled
+
+
+@cache
+def _sources(source: str) -> str:
+    """The file and every header that it may include."""
+    return "\0".join(path.read_text(encoding="utf-8") for path in (FOLDER / source, *sorted(FOLDER.glob("*.cuh"))))
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(load_nvidia_dynamic_lib("nvrtc").abs_path))
+    except Exception as error:  # pathfinder has a dozen of its own
+        raise ValueError(f"CUDA: the compiler library NVRTC was not found ({error}); {INSTALL}") from None
+
+
+@cache
+def _version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
+    return major.value, minor.value
+
+
+@cache
+def _headers() -> str:
+    folder = find_nvidia_header_directory("cudart")
+    if folder is None:
+        raise ValueError(f"CUDA: the headers (cuda_bf16.h) were not found; {INSTALL}")
+    return str(folder)
+
+
+def _check(status: int, call: str) -> None:
+    if status:
+        raise ValueError(f"CUDA: {call} failed with NVRTC status {status}")
+
+
+def _compile(source: str, instance: str, options: tuple[str, ...]) -> Compiled:
+    nvrtc, program, name = _nvrtc(), ctypes.c_void_p(), instance.encode()
+    text = (FOLDER / source).read_bytes()
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), 0, None, None), "nvrtcCreateProgram")
+    try:
+        _check(nvrtc.nvrtcAddNameExpression(program, name), "nvrtcAddNameExpression")
+        flags = [option.encode() for option in (*options, f"-I{FOLDER}", f"-I{_headers()}")]
+        status = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
+        log = _output(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+        if status:
+            raise ValueError(f"CUDA: {source} does not compile as {instance} with {' '.join(options)}:\n{log}")
+        symbol = ctypes.c_char_p()
+        _check(nvrtc.nvrtcGetLoweredName(program, name, ctypes.byref(symbol)), "nvrtcGetLoweredName")
+        assert symbol.value is not None
+        spills = [int(number) for number in re.findall(r"(\d+) bytes spill", log)]
+        registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
+        warnings = tuple(line for line in log.splitlines() if "warning" in line.lower() or "Performance Loss" in line)
+        return Compiled(symbol.value.decode(), _output(program, "CUBIN"), max(registers), sum(spills), warnings)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _output(program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _check(getattr(_nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size)), f"nvrtcGet{what}Size")
+    content = ctypes.create_string_buffer(size.value)
+    _check(getattr(_nvrtc(), f"nvrtcGet{what}")(program, content), f"nvrtcGet{what}")
+    return content.raw

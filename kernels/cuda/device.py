@@ -1,0 +1,160 @@
+"""The GPU that this process computes on: its stream, its loaded kernels, memory to and from the host, and captured graphs.
+
+Everything runs on one stream, in order, so a scratch buffer of one operation may be the next one's.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import driver
+
+from kernels.cuda.compile import compile_instance
+from kernels.cuda.launch import BF16, Array, Kernel, Template, arguments
+
+# Oldest architecture with bf16 products and asynchronous copies.
+OLDEST = (8, 0)
+# More than this of the shared memory has to be asked for before the launch.
+SHARED_DEFAULT_BYTES = 48 * 1024
+
+
+class Device:
+    """One GPU.
+
+    Raises:
+        ValueError: there is no GPU, its driver is too old, or its architecture is not supported.
+    """
+
+    def __init__(self) -> None:
+        runtime = cupy.cuda.runtime
+        try:
+            count = runtime.getDeviceCount()
+        except runtime.CUDARuntimeError as error:
+            raise ValueError(f"runtime.device: no CUDA GPU can be used ({error}); set it to cpu") from None
+        if not count:
+            raise ValueError("runtime.device: no CUDA GPU is visible; set it to cpu")
+        self._device = cupy.cuda.Device()
+        properties = runtime.getDeviceProperties(self._device.id)
+        capability = properties["major"], properties["minor"]
+        self.model = properties["name"].decode()
+        if capability < OLDEST:
+            raise ValueError(f"runtime.device: {self.model} is too old ({capability}, needed is {OLDEST}); set it to cpu")
+        self.arch = f"sm_{capability[0]}{capability[1]}"
+        self.processors = int(properties["multiProcessorCount"])
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._functions: dict[tuple[Kernel, Template], Any] = {}
+        self._modules: list[Any] = []  # unloaded when collected
+        self._graphs: dict[Hashable, Any] = {}
+        self._workspace = np.empty(0, np.uint8)
+
+    def launch(
+        self,
+        kernel: Kernel,
+        template: Template,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        *,
+        shared_bytes: int = 0,
+        **given: Any,
+    ) -> None:
+        """Start a kernel instance on the stream; arguments by the names that the .cu file gives them."""
+        function = self._functions.get((kernel, template)) or self._load(kernel, template, shared_bytes)
+        grid, block = (x if isinstance(x, tuple) else (x,) for x in (grid, block))
+        function(grid, block, arguments(kernel, template, given), shared_bytes, self.stream)
+
+    def _load(self, kernel: Kernel, template: Template, shared_bytes: int) -> Any:
+        arch = f"{self.arch}a" if kernel.hopper else self.arch
+        compiled = compile_instance(kernel.source, kernel.expression(template), arch)
+        module = cupy.cuda.function.Module()
+        module.load(compiled.cubin)
+        function = module.get_function(compiled.symbol)
+        if shared_bytes > SHARED_DEFAULT_BYTES:
+            attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.funcSetAttribute(function.ptr, attribute, shared_bytes)
+        self._modules.append(module)
+        self._functions[kernel, template] = function
+        return function
+
+    def allocate(self, size: int) -> Array:
+        """`size` zeroed bytes, at a multiple of 256."""
+        with self.stream:
+            memory = cupy.zeros(size, np.uint8)
+        self.stream.synchronize()
+        return memory  # type: ignore[no-any-return]
+
+    def memory_bytes(self) -> int:
+        """Free memory of the GPU."""
+        return int(cupy.cuda.runtime.memGetInfo()[0])
+
+    def use_workspace(self, workspace: Array) -> None:
+        """Bytes that each operation may use while it runs."""
+        self._workspace = workspace
+
+    def workspace(self, *parts: tuple[tuple[int, ...], Any]) -> list[Array]:
+        """Arrays of these shapes and dtypes, unwritten, good until the next operation."""
+        views, offset = [], 0
+        for shape, dtype in parts:
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            assert offset + size <= self._workspace.size, f"workspace: {offset + size} of {self._workspace.size} bytes"
+            views.append(self._workspace[offset : offset + size].view(dtype).reshape(shape))
+            offset += -(-size // 256) * 256
+        return views
+
+    def upload(self, target: Array, source: Any) -> None:
+        """Copy a host array, or a number, into a device array, rounded to bf16 where that is what the target holds."""
+        host = np.ascontiguousarray(np.broadcast_to(np.asarray(source), target.shape))
+        if target.dtype == BF16 and host.dtype != BF16:
+            host = to_bf16(host)
+        target.set(np.ascontiguousarray(host, target.dtype), self.stream)
+
+    def download(self, array: Array) -> Array:
+        """A host copy of a device array, bf16 as fp32."""
+        host = cupy.asnumpy(array, self.stream)
+        self.stream.synchronize()
+        return from_bf16(host) if host.dtype == BF16 else host
+
+    def fill_zero(self, array: Array) -> None:
+        """Set every byte of a contiguous array to zero."""
+        array.data.memset_async(0, array.nbytes, self.stream)
+
+    def copy_rows(self, target: Array, source: Array, first: int, step: int) -> None:
+        """target (n, C) = source (m, C)[first::step]."""
+        width = source.shape[1] * source.dtype.itemsize
+        origin, to_device = source.data.ptr + first * width, 3
+        cupy.cuda.runtime.memcpy2DAsync(
+            target.data.ptr, width, origin, step * width, width, target.shape[0], to_device, self.stream.ptr
+        )
+
+    def replay(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Do what `work` launches: by launching it at first, from a graph captured the second time on.
+
+        `work` must launch the same kernels with the same arguments each time that it is called for one key.
+        """
+        graph = self._graphs.get(key)
+        if graph is None and key in self._graphs:
+            with self.stream:
+                self.stream.begin_capture()
+                work()
+                graph = self._graphs[key] = self.stream.end_capture()
+        if graph is None:
+            work()
+            self._graphs[key] = None
+        else:
+            graph.launch(self.stream)
+
+    def synchronize(self) -> None:
+        """Wait until the stream is idle; an error of any kernel before comes up here."""
+        self.stream.synchronize()
+
+
+def to_bf16(host: Array) -> Array:
+    """fp32 to the bits of bf16, to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(host, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(host), np.uint32(0x7FC0), rounded).astype(BF16)
+
+
+def from_bf16(host: Array) -> Array:
+    """The bits of bf16 to fp32."""
+    return (host.astype(np.uint32) << np.uint32(16)).view(np.float32)
