@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from kernels.batch import Batch, document_start, head_targets
 from kernels.config import ModelConfig, Numerics
-from kernels.cpu import CpuOps
-from kernels.memory import Arena, check_fits, memory_plan, report
+from kernels.devices import open_ops
+from kernels.memory import Arena, Buffer, check_fits, memory_plan, report
 from kernels.model import Cache, Transformer
 from kernels.parameters import decay_runs, initial_weights, named, parameter_table
 
@@ -56,7 +56,7 @@ class Engine:
         config: the model.
         numerics: how it computes.
         micro_batch: most sequences in a batch.
-        device: "auto" or "cpu".
+        device: "auto" (the GPU where one is visible), "cpu" or "cuda".
         threads: CPU threads, 0 for all.
         seed: of the initial weights; None leaves them zero, for load to fill.
         training: whether gradients, moments and each layer's activations are held.
@@ -78,23 +78,19 @@ class Engine:
         training: bool = True,
         dtype: type[np.floating[Any]] = np.float32,
     ) -> None:
-        if device not in ("auto", "cpu"):
-            raise ValueError(f"runtime.device: expected auto or cpu, got {device!r}")
-        if numerics.precision != "fp32":
-            raise ValueError(f"numerics.precision: the CPU computes in fp32, got {numerics.precision}; set it to fp32")
-        self.config, self.micro_batch, self.training, self.device = config, micro_batch, training, "cpu"
-        self.ops = CpuOps(dtype, threads)
-        self.threads = self.ops.threads
-        self._table = parameter_table(config)
-        self._plan = memory_plan(config, numerics, micro_batch, training=training, dtype=self.ops.dtype)
+        self.ops = open_ops(device, numerics, threads=threads, dtype=dtype)
+        self.config, self.micro_batch, self.training, self.device = config, micro_batch, training, self.ops.name
+        self._table, self._step = parameter_table(config), 0
+        self._plan = plan(config, numerics, micro_batch, self.ops, training=training)
         check_fits(self._plan, micro_batch, self.ops.memory_bytes())
-        arena = Arena(self._plan, self.ops.allocate)
-        self._flat = {buffer.name: arena.view(buffer.name, buffer.shape) for buffer in self._plan if buffer.fixed}
-        grads = named(self._flat["gradients"], self._table) if training else {}
+        self._arena = Arena(self._plan, self.ops.allocate)
+        self._flat = {buffer.name: self._arena.view(buffer.name, buffer.shape) for buffer in self._plan if buffer.fixed}
+        self._grads = named(self._flat["gradients"], self._table) if training else {}
         self._weights = named(self._flat["parameters"], self._table)
-        self._model = Transformer(config, numerics, self.ops, self._weights, grads, arena)
-        self._arena, self._grads, self._decays = arena, grads, decay_runs(self._table)
-        self._step, self._nll_sums = np.zeros((), np.int64), np.zeros(config.mtp_heads)
+        read = named(self._flat["weights"], self._table) if "weights" in self._flat else self._weights
+        self._model = Transformer(config, numerics, self.ops, read, self._grads, self._arena)
+        if "workspace" in self._arena:
+            self.ops.use_workspace(self._arena.view("workspace", (self._plan[-1].shape[0],)))
         if seed is not None:
             self.load(initial_weights(config, seed))
 
@@ -119,19 +115,20 @@ class Engine:
         for name, shape in expected.items():
             if weights[name].shape != shape:
                 raise ValueError(f"weights: {name} expected shape {shape}, got {weights[name].shape}")
-            self._weights[name][...] = weights[name]
+            self.ops.upload(self._weights[name], weights[name])
+        self._copy_weights()
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
         """A copy of the weights by parameter name, fp32."""
-        return {name: np.array(weight, np.float32) for name, weight in self._weights.items()}
+        return {name: self.ops.download(weight).astype(np.float32) for name, weight in self._weights.items()}
 
     def parameter(self, name: str) -> Array:
-        """One parameter itself, in the precision that it is held in: a write changes the model."""
+        """One parameter itself, an array of the device: where products read no copy of it, a write changes the model."""
         return self._weights[name]
 
     def gradients(self) -> dict[str, Array]:
         """A copy of the gradients accumulated since the last update, by parameter name."""
-        return {name: np.array(grad) for name, grad in self._grads.items()}
+        return {name: self.ops.download(grad) for name, grad in self._grads.items()}
 
     def micro_step(self, batch: Batch, head_scale: Array) -> None:
         """Forward and backward over one micro-batch; gradients and loss sums accumulate.
@@ -140,19 +137,26 @@ class Engine:
         weight in the loss over the sum of head_weight_sums of all micro-batches of the update.
         """
         assert self.training
-        start, (targets, weight) = self._start(batch), head_targets(batch, self.config.mtp_heads)
-        norm = self._model.forward(batch.tokens, start)
+        targets, weight = head_targets(batch, self.config.mtp_heads)
+        heads, shape = len(targets), batch.tokens.shape
+        tokens, start = self._take(batch)
+        target = self._input("targets", targets.reshape(heads, -1))
+        loss_weight = self._input("loss_weight", weight.reshape(heads, -1))
+        nll_weight = self._input("nll_weight", weight.reshape(heads, -1) * np.asarray(head_scale, np.float64)[:, None])
+        self.ops.replay(
+            ("micro_step", shape), lambda: self._forward_backward(tokens, start, target, loss_weight, nll_weight)
+        )
+
+    def _forward_backward(self, tokens: Array, start: Array, targets: Array, loss_weight: Array, nll_weight: Array) -> None:
+        norm, sums = self._model.forward(tokens, start), self._arena.view("nll_sums", (self.config.mtp_heads,))
         nll = self._arena.view("nll", (norm.shape[0],))
         dnorm = norm
         for k in range(self.config.mtp_heads):
             logits = self._model.head_logits(k, norm)
-            scaled = (weight[k].reshape(-1) * head_scale[k]).astype(self.ops.dtype)
-            self.ops.cross_entropy_backward(
-                logits, nll, targets[k].reshape(-1), scaled, vocab_size=self.config.vocab_size
-            )
-            self.ops.weighted_sum_forward(self._nll_sums[k : k + 1].reshape(()), nll, weight[k].reshape(-1))
+            self.ops.cross_entropy_backward(logits, nll, targets[k], nll_weight[k], vocab_size=self.config.vocab_size)
+            self.ops.weighted_sum_forward(sums[k : k + 1].reshape(()), nll, loss_weight[k])
             dnorm = self._model.head_backward(k, logits, norm)
-        self._model.backward(dnorm, batch.tokens, start)
+        self._model.backward(dnorm, tokens, start)
 
     def use_ops(self, ops: Any) -> None:
         """Compute with other operations from now on, as a benchmark that times each does."""
@@ -166,31 +170,33 @@ class Engine:
 
         A gradient whose norm is not finite is neither applied nor cleared, so that first_nonfinite can name its tensor.
         """
-        norm = np.empty((), np.float64)
-        grads, o = self._flat["gradients"], optimizer
-        self.ops.grad_norm(norm, grads)
-        sums = self._nll_sums.copy()
-        self._nll_sums[...] = 0
-        if not np.isfinite(norm):
-            return Update(sums, float(norm))
-        self._step += 1
+        norm, sums = self._arena.view("grad_norm", ()), self._arena.view("nll_sums", (self.config.mtp_heads,))
+        rate, step = self._input("lr", np.float64(lr)), self._input("step", np.int64(self._step + 1))
+        self.ops.replay(("update", optimizer), lambda: self._clip_and_apply(optimizer, norm, rate, step))
+        update = Update(self.ops.download(sums), float(self.ops.download(norm)))
+        self.ops.upload(sums, 0.0)
+        self._step += bool(np.isfinite(update.grad_norm))
+        return update
+
+    def _clip_and_apply(self, optimizer: AdamW, norm: Array, lr: Array, step: Array) -> None:
+        flat, o = self._flat, optimizer
+        self.ops.grad_norm(norm, flat["gradients"])
         self.ops.adamw(
-            self._flat["parameters"],
-            self._flat["exp_avg"],
-            self._flat["exp_avg_sq"],
-            grads,
+            flat["parameters"],
+            flat["exp_avg"],
+            flat["exp_avg_sq"],
+            flat["gradients"],
+            flat.get("weights"),
             self._decays,
             norm,
-            np.array(lr),
-            self._step,
+            lr,
+            step,
             beta1=o.beta1,
             beta2=o.beta2,
             eps=o.eps,
             weight_decay=o.weight_decay,
             grad_clip=o.grad_clip,
         )
-        grads[...] = 0
-        return Update(sums, float(norm))
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Loss and accuracy of every prediction head; gradients and loss sums stay as they are."""

@@ -16,6 +16,7 @@ def adamw(
     exp_avg: Array,
     exp_avg_sq: Array,
     grads: Array,
+    copy: Array | None,
     decays: Flags,
     grad_norm: Array,
     lr: Array,
@@ -27,17 +28,22 @@ def adamw(
     weight_decay: float,
     grad_clip: float,
 ) -> None:
-    """One update with decoupled weight decay, the gradient clipped on the way.
+    """One update with decoupled weight decay, the gradient clipped on the way and cleared behind it.
+
+    Where grad_norm is not finite nothing changes at all. Otherwise:
 
         g           = grads * min(1, grad_clip / grad_norm)           (no clipping where grad_clip is 0)
         exp_avg     = beta1 * exp_avg + (1 - beta1) * g
         exp_avg_sq  = beta2 * exp_avg_sq + (1 - beta2) * g^2
         params     -= lr * weight_decay * params                      (where the parameter decays)
         params     -= lr * (exp_avg / (1 - beta1^step)) / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
+        copy        = params                                          (rounded to the copy's type)
+        grads       = 0
 
     Args:
         params, exp_avg, exp_avg_sq: (parameters,), updated.
-        grads:     (parameters,).
+        grads:     (parameters,), set to zero.
+        copy:      (parameters,), overwritten: the weights as products read them; None where they read params itself.
         decays:    (parameters / A,) bool, one for each run of A elements: whether weight decay applies to it.
         grad_norm: () fp64, the norm of grads.
         lr:        () fp64, the learning rate of this update.
@@ -45,6 +51,8 @@ def adamw(
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
     """
+    if not np.isfinite(grad_norm):
+        return
     clip = min(1.0, grad_clip / float(grad_norm)) if grad_clip > 0 and grad_norm > 0 else 1.0
     correction1, correction2 = 1 - beta1 ** int(step), 1 - beta2 ** int(step)
     scalars = np.array(
@@ -52,6 +60,8 @@ def adamw(
         params.dtype,
     )
     _update(params, exp_avg, exp_avg_sq, grads, decays, scalars)
+    if copy is not None:
+        copy[...] = params
 
 
 @pjit
@@ -62,6 +72,7 @@ def _update(params, exp_avg, exp_avg_sq, grads, decays, scalars):  # type: ignor
         shrink = keep if decays[i] else params.dtype.type(1)
         for j in range(i * run, (i + 1) * run):
             g = grads[j] * clip
+            grads[j] = 0
             first = beta1 * exp_avg[j] + rest1 * g
             second = beta2 * exp_avg_sq[j] + rest2 * g * g
             exp_avg[j] = first

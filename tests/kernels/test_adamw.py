@@ -30,10 +30,10 @@ def inputs() -> Arrays:
 
 def run(a: Arrays, **constants: float) -> Arrays:
     """One update of copies."""
-    params, exp_avg, exp_avg_sq = (a[name].copy() for name in ("params", "exp_avg", "exp_avg_sq"))
+    params, exp_avg, exp_avg_sq, grads = (a[name].copy() for name in ("params", "exp_avg", "exp_avg_sq", "grads"))
     norm, lr = a["grad_norm"].astype(np.float64), a["lr"].astype(np.float64)
     c = {**CONSTANTS, **constants}
-    adamw(params, exp_avg, exp_avg_sq, a["grads"], a["decays"], norm, lr, a["step"], **c)
+    adamw(params, exp_avg, exp_avg_sq, grads, None, a["decays"], norm, lr, a["step"], **c)
     return {"params": params, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
@@ -106,9 +106,21 @@ def test_same_bits_again_and_on_one_thread() -> None:
     assert_repeats(run, inputs())
 
 
-# The gradient is the caller's to clear.
-def test_gradient_is_not_written() -> None:
-    a = single(inputs())
-    before = {"grads": a["grads"].copy()}
-    run(a)
-    assert_same_bits({"grads": a["grads"]}, before)
+# A gradient that the next update adds to; or one element that is cleared before it is used.
+def test_gradient_is_cleared() -> None:
+    a = {**inputs(), "copy": np.full(RUN * RUNS, np.nan, np.float32)}
+    params, scalars = a["params"], (a["decays"], a["grad_norm"], a["lr"], a["step"])
+    adamw(params, a["exp_avg"], a["exp_avg_sq"], a["grads"], a["copy"], *scalars, **CONSTANTS)
+    assert not a["grads"].any()
+    # The weights that products read lag behind by an update, or are never written.
+    assert_same_bits({"copy": a["copy"]}, {"copy": params.astype(np.float32)})
+
+
+# One update by a gradient that overflowed spoils every parameter; one that clears it hides the tensor at fault.
+@pytest.mark.parametrize("norm", [np.nan, np.inf])
+def test_nothing_changes_where_the_norm_is_not_finite(norm: float) -> None:
+    a = {**inputs(), "copy": np.ones(RUN * RUNS), "grad_norm": np.array(norm)}
+    before = {name: array.copy() for name, array in a.items()}
+    arrays = (a[name] for name in ("params", "exp_avg", "exp_avg_sq", "grads", "copy", "decays", "grad_norm", "lr", "step"))
+    adamw(*arrays, **CONSTANTS)
+    assert_same_bits(a, before)
