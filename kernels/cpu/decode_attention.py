@@ -9,9 +9,10 @@ from kernels.cpu.exponential import exp
 from kernels.cpu.jit import pjit
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
+Count = np.ndarray[Any, np.dtype[np.int32]]
 
 
-def decode_attention_forward(out: Array, qkv: Array, keys: Array, values: Array, *, length: int) -> None:
+def decode_attention_forward(out: Array, qkv: Array, keys: Array, values: Array, length: Count) -> None:
     """Append the new tokens' keys and values to the cache, then attend: new token t sees cache rows 0 .. length + t.
 
     Args:
@@ -19,13 +20,14 @@ def decode_attention_forward(out: Array, qkv: Array, keys: Array, values: Array,
         qkv:    (B, n, H + 2 KV, D), the n new tokens, rotated already where the model uses RoPE.
         keys:   (B, context, KV, D), rows length .. length + n - 1 overwritten.
         values: likewise.
-        length: tokens the cache holds already; length + n <= context.
+        length: 0-d int32, tokens the cache holds already; length + n <= context.
     """
     heads, kv_heads = out.shape[2], keys.shape[2]
-    new = slice(length, length + out.shape[1])
+    held = int(length)
+    new = slice(held, held + out.shape[1])
     keys[:, new] = qkv[:, :, heads : heads + kv_heads]
     values[:, new] = qkv[:, :, heads + kv_heads :]
-    _forward(out, qkv, keys, values, length)
+    _forward(out, qkv, keys, values, held)
 
 
 @pjit

@@ -35,7 +35,7 @@ def run(a: Arrays) -> Arrays:
     keys[:, :length], values[:, :length] = qkv[:, :length, heads:-kv_heads], qkv[:, :length, -kv_heads:]
     new = np.ascontiguousarray(qkv[:, length:])
     out = unwritten(qkv, batch, context - length, heads, head_dim)
-    decode_attention_forward(out, new, keys, values, length=length)
+    decode_attention_forward(out, new, keys, values, np.array(length, np.int32))
     return {"out": out, "keys": keys, "values": values}
 
 
