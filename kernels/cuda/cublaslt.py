@@ -1,0 +1,300 @@
+"""The library's product behind the op `matmul`: cuBLASLt through ctypes, each shape by the fastest of its algorithms.
+
+A shape is planned at its first product: descriptors are made, the candidates of the library's heuristic are timed on the arrays
+at hand, and the choice is kept in the user's cache folder, so that a later process computes the same bits. After that a product
+is one call on the device's stream, which a graph can capture.
+
+The library is column-major, so it is asked for the transpose, out^T = op(b)^T op(a)^T: its first factor is our second.
+
+Determinism: a candidate may split the sum over k only where it keeps the parts in fp32 in the workspace and adds them up in a
+second step. The other two schemes are left out whatever numerics.deterministic says: they round parts to the type of `out`, and
+one adds them up in place.
+"""
+
+import ctypes
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from functools import cache
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+from cuda.pathfinder import load_nvidia_dynamic_lib
+from filelock import FileLock
+
+from kernels.cache import user_cache
+from kernels.cuda.device import Device
+from kernels.cuda.launch import BF16, FLOAT
+
+CHOICES = "cublaslt.json"
+WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
+INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to own"
+
+# cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
+_TYPES, _NAMES = {FLOAT: 0, BF16: 14}, {FLOAT: "fp32", BF16: "bf16"}
+_COMPUTE = {"fp32": 68, "bf16": 68, "tf32": 77}
+_TRANSPOSE_FIRST, _TRANSPOSE_SECOND = 3, 4
+_MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+_REDUCE_IN_COMPUTE_TYPE = 2
+_CANDIDATES = 8
+_BYTES = (256, 16, 8, 4, 2)  # alignments of an address that are told apart
+# A timing is the median of so many samples of about so long; the first candidate within the margin of the fastest is taken, so
+# that a near tie is not decided by noise.
+_SAMPLES, _SAMPLE_MS, _MOST_CALLS, _MARGIN = 5, 1.0, 50, 1.01
+
+
+class _Candidate(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", c_uint64 * 8), ("workspace_bytes", c_size_t), ("status", c_int), ("waves", c_float),
+        ("reserved", c_int * 4),
+    )  # fmt: skip
+
+
+class Product(NamedTuple):
+    """out (m, n) = op(a) (m, k) @ op(b) (k, n), op a transposition or none; `accumulate` adds to out. Arrays are row-major.
+
+    Args:
+        inputs, output: element types.
+        precision: what the factors are rounded to: "fp32", "tf32" or "bf16".
+        alignments: of the addresses of a, b and out, in bytes.
+    """
+
+    m: int
+    n: int
+    k: int
+    transpose_a: bool
+    transpose_b: bool
+    accumulate: bool
+    inputs: np.dtype[Any]
+    output: np.dtype[Any]
+    precision: str
+    alignments: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        operation = f"{'T' if self.transpose_a else 'N'}{'T' if self.transpose_b else 'N'}{'+' if self.accumulate else ''}"
+        alignments = ",".join(map(str, self.alignments))
+        return f"{self.m}x{self.n}x{self.k} {operation} {_NAMES[self.inputs]}-{_NAMES[self.output]} {self.precision} {alignments}"
+
+
+def multiply(
+    device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str
+) -> None:
+    """out (+)= op(a) @ op(b) on the device's stream; out is neither a nor b. The first call for a shape takes longer: it times.
+
+    Raises:
+        ValueError: the library is missing, or has no algorithm for the product.
+    """
+    plan(device, out, a, b, transpose_a, transpose_b, accumulate, precision).run(device, out, a, b)
+
+
+def plan(
+    device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str
+) -> "Plan":
+    """The plan of a product, made at the first call for its shape; afterwards `out` holds what it did, or the product."""
+    (m, n), k = out.shape, a.shape[0 if transpose_a else 1]
+    alignments = _alignment(a), _alignment(b), _alignment(out)
+    product = Product(m, n, k, transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision, alignments)
+    found = _PLANS.get(product)
+    if found is None:
+        assert not device.stream.is_capturing(), f"cuBLASLt: {product} has to run once before a graph captures it"
+        assert a.shape == ((k, m) if transpose_a else (m, k)) and b.shape == ((n, k) if transpose_b else (k, n)), product
+        assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), product
+        found = Plan(product)
+        found.choose(device, out, a, b)
+        _PLANS[product] = found
+    return found
+
+
+_PLANS: dict[Product, "Plan"] = {}
+
+
+class Plan:
+    """A product's descriptors and algorithm; they stay for the rest of the process, a few hundred bytes a shape.
+
+    Args:
+        product: what to compute.
+
+    Attributes:
+        candidates: the heuristic's, what it holds best first; chosen: the index of the one that `run` uses.
+
+    Raises:
+        ValueError: there is no candidate.
+    """
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        lib, p = _library(), product
+        self._operation = c_void_p()
+        _check(lib.cublasLtMatmulDescCreate(byref(self._operation), _COMPUTE[p.precision], _TYPES[FLOAT]), "MatmulDescCreate")
+        for attribute, transposed in ((_TRANSPOSE_FIRST, p.transpose_b), (_TRANSPOSE_SECOND, p.transpose_a)):
+            value = c_int32(int(transposed))
+            status = lib.cublasLtMatmulDescSetAttribute(self._operation, attribute, byref(value), sizeof(value))
+            _check(status, "MatmulDescSetAttribute")
+        self._first = _layout(p.inputs, *((p.k, p.n) if p.transpose_b else (p.n, p.k)))
+        self._second = _layout(p.inputs, *((p.m, p.k) if p.transpose_a else (p.k, p.m)))
+        self._out = _layout(p.output, p.n, p.m)
+        self._one, self._beta = c_float(1), c_float(int(p.accumulate))
+        self.candidates = self._offered()
+        if not self.candidates:
+            raise ValueError(f"cuBLASLt has no algorithm for {product}; set numerics.matmul to own")
+        self.chosen = 0
+
+    def run(self, device: Device, out: Any, a: Any, b: Any, candidate: int | None = None, addend: Any = None) -> None:
+        """Start the product. `addend` is added in place of what out holds, where the product accumulates."""
+        algorithm = self.candidates[self.chosen if candidate is None else candidate].algorithm
+        workspace: Any = device.workspace(((WORKSPACE_BYTES,), np.uint8))[0]
+        status = _library().cublasLtMatmul(
+            _handle(), self._operation, byref(self._one), b.data.ptr, self._first, a.data.ptr, self._second,
+            byref(self._beta), (out if addend is None else addend).data.ptr, self._out, out.data.ptr, self._out,
+            byref(algorithm), workspace.data.ptr, WORKSPACE_BYTES, device.stream.ptr,
+        )  # fmt: skip
+        _check(status, f"Matmul ({self.product})")
+
+    def choose(self, device: Device, out: Any, a: Any, b: Any) -> None:
+        """Take the recorded choice, or time the candidates and record the fastest.
+
+        A product that overwrites is timed on `out` itself, which then holds the product. One that accumulates must not add twice:
+        it reads `out` and writes to memory allocated for the while; where there is none, the first candidate is taken untimed.
+        """
+        key = f"{device.model}; cuBLASLt {version()}; {self.product}"
+        recorded = _recorded().get(key)
+        if recorded is not None and recorded["candidate"] < len(self.candidates):
+            self.chosen = recorded["candidate"]
+            return
+        times: list[float] = []
+        target = _scratch(out) if self.product.accumulate else out
+        if target is not None and len(self.candidates) > 1:
+            times = self.time(device, target, a, b, range(len(self.candidates)), out)
+            self.chosen = next(i for i, ms in enumerate(times) if ms <= _MARGIN * min(times))
+        _record(key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None})
+
+    def time(self, device: Device, out: Any, a: Any, b: Any, candidates: Sequence[int], addend: Any = None) -> list[float]:
+        """Milliseconds of each candidate: by events around a graph of many calls, so that the host's part does not count.
+
+        Samples are taken in turns, so that a change of clock meets all candidates.
+        """
+
+        def captured(candidate: int, calls: int) -> Any:
+            with device.stream:
+                device.stream.begin_capture()
+                for _ in range(calls):
+                    self.run(device, out, a, b, candidate, addend)
+                return device.stream.end_capture()
+
+        def sample(graph: Any) -> float:
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            begin.record(device.stream)
+            graph.launch(device.stream)
+            end.record(device.stream)
+            end.synchronize()
+            return float(cupy.cuda.get_elapsed_time(begin, end))
+
+        for candidate in candidates:  # loads the library's kernels, which a capture may not
+            self.run(device, out, a, b, candidate, addend)
+        single = [captured(candidate, 1) for candidate in candidates]
+        estimates = [min(sample(graph), sample(graph)) for graph in single]
+        calls = [min(_MOST_CALLS, max(1, round(_SAMPLE_MS / max(ms, 1e-3)))) for ms in estimates]
+        graphs = [captured(candidate, n) for candidate, n in zip(candidates, calls, strict=True)]
+        samples = [[sample(graph) / n for graph, n in zip(graphs, calls, strict=True)] for _ in range(_SAMPLES)]
+        return [statistics.median(one) for one in zip(*samples, strict=True)]
+
+    def _offered(self) -> list[_Candidate]:
+        lib, preference, count = _library(), c_void_p(), c_int()
+        _check(lib.cublasLtMatmulPreferenceCreate(byref(preference)), "MatmulPreferenceCreate")
+        a, b, out = self.product.alignments
+        values: list[tuple[int, Any]] = [
+            (_MAX_WORKSPACE, c_uint64(WORKSPACE_BYTES)),
+            (_REDUCTION_SCHEMES, c_uint32(_REDUCE_IN_COMPUTE_TYPE)),
+            *((attribute, c_uint32(size)) for attribute, size in zip(_ALIGNMENTS, (b, a, out, out), strict=True)),
+        ]
+        for attribute, value in values:
+            status = lib.cublasLtMatmulPreferenceSetAttribute(preference, attribute, byref(value), sizeof(value))
+            _check(status, "MatmulPreferenceSetAttribute")
+        offered = (_Candidate * _CANDIDATES)()
+        status = lib.cublasLtMatmulAlgoGetHeuristic(
+            _handle(), self._operation, self._first, self._second, self._out, self._out, preference, _CANDIDATES, offered,
+            byref(count),
+        )  # fmt: skip
+        lib.cublasLtMatmulPreferenceDestroy(preference)
+        return [one for one in offered[: count.value] if status == 0 and one.status == 0]
+
+
+def _scratch(like: Any) -> Any:
+    """An array of this shape and type in memory of its own, which the GPU has back when it goes; None where there is no room."""
+    try:
+        memory = cupy.cuda.memory.Memory(like.nbytes)
+    except (cupy.cuda.runtime.CUDARuntimeError, MemoryError):
+        return None
+    return cupy.ndarray(like.shape, like.dtype, cupy.cuda.memory.MemoryPointer(memory, 0))
+
+
+def _alignment(array: Any) -> int:
+    return next((size for size in _BYTES if array.data.ptr % size == 0), 1)
+
+
+def _layout(dtype: np.dtype[Any], rows: int, columns: int) -> c_void_p:
+    """Of a column-major matrix without gaps."""
+    layout = c_void_p()
+    status = _library().cublasLtMatrixLayoutCreate(byref(layout), _TYPES[dtype], rows, columns, rows)
+    _check(status, "MatrixLayoutCreate")
+    return layout
+
+
+def version() -> int:
+    """Of the library, 130101 for 13.1.1."""
+    return int(_library().cublasLtGetVersion())
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    try:
+        lib = ctypes.CDLL(str(load_nvidia_dynamic_lib("cublasLt").abs_path))
+    except Exception as error:  # pathfinder has a dozen of its own
+        raise ValueError(f"CUDA: the library cuBLASLt was not found ({error}); {INSTALL}") from None
+    lib.cublasLtGetVersion.restype = c_size_t
+    lib.cublasLtMatrixLayoutCreate.argtypes = [c_void_p, c_int, c_uint64, c_uint64, c_int64]
+    lib.cublasLtMatmulDescSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
+    lib.cublasLtMatmulPreferenceSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
+    lib.cublasLtMatmulPreferenceDestroy.argtypes = [c_void_p]
+    lib.cublasLtMatmulAlgoGetHeuristic.argtypes = [c_void_p] * 7 + [c_int, c_void_p, c_void_p]
+    lib.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
+    return lib
+
+
+@cache
+def _handle() -> c_void_p:
+    """Of the GPU that this process computes on."""
+    handle = c_void_p()
+    _check(_library().cublasLtCreate(byref(handle)), "Create")
+    return handle
+
+
+def _check(status: int, call: str) -> None:
+    if status:
+        raise ValueError(f"CUDA: cublasLt{call} failed with cuBLAS status {status}")
+
+
+def _recorded() -> dict[str, dict[str, Any]]:
+    """The choices made so far, by GPU, library version and product."""
+    path = user_cache() / "cuda" / CHOICES
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: not the JSON that this program wrote ({error}); delete it") from None
+
+
+def _record(key: str, choice: dict[str, Any]) -> None:
+    """Add a choice; another process's are kept."""
+    path = user_cache() / "cuda" / CHOICES
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps({**_recorded(), key: choice}, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)

@@ -1,0 +1,60 @@
+"""The product of every linear layer by one of two backends, `device.matmul`: cublaslt, or own, the kernels written here.
+
+    own       bf16 by matmul_mma.cu, on tensor cores; fp32 by matmul_tiled.cu. With tf32 it too multiplies fp32 as it is.
+    cublaslt  see cublaslt.py. With fp32 it multiplies fp32 as it is, with tf32 the factors rounded to 10 bits.
+
+Both sum in fp32 and round once to the type of the result.
+"""
+
+from typing import Any
+
+from kernels.cuda import cublaslt
+from kernels.cuda.device import Device
+from kernels.cuda.launch import BF16, FLOAT, Kernel
+
+# (type of the result; whether the sum runs along the rows of a, of b; whether 16 bytes are copied at once): the three products.
+_LAYOUTS = ((BF16, True, True), (BF16, True, False), (FLOAT, False, False))
+_MMA = Kernel("matmul_mma.cu", "matmul_mma", tuple((*layout, wide) for layout in _LAYOUTS for wide in (True, False)))
+_TILED = Kernel("matmul_tiled.cu", "matmul_tiled", tuple(layout[1:] for layout in _LAYOUTS))
+# The kernels' TILE and THREADS, and the bytes of _MMA's stages.
+_TILE = 128
+_MMA_THREADS, _MMA_SHARED_BYTES = 128, 65536
+_TILED_THREADS = 256
+_WIDE_BYTES = 16
+
+
+def matmul_forward(device: Device, out: Any, inp: Any, weight: Any) -> None:
+    """See kernels.cpu.matmul.matmul_forward. out, inp and weight hold T; sums in fp32, one rounding."""
+    _multiply(device, out, inp, weight, transpose_b=True)
+
+
+def matmul_backward(device: Device, dinp: Any, dweight: Any, dout: Any, inp: Any, weight: Any, *, add_dinp: bool = False) -> None:
+    """See kernels.cpu.matmul.matmul_backward. dweight is fp32, all else T; dinp is rounded once, also where it accumulates."""
+    _multiply(device, dweight, dout, inp, transpose_a=True, accumulate=True)
+    _multiply(device, dinp, dout, weight, accumulate=add_dinp)
+
+
+def _multiply(
+    device: Device, out: Any, a: Any, b: Any, *, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False
+) -> None:
+    """out (m, n) (+)= op(a) @ op(b)."""
+    if device.matmul == "cublaslt":
+        cublaslt.multiply(device, out, a, b, transpose_a, transpose_b, accumulate, device.precision)
+    else:
+        multiply_own(device, out, a, b, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate)
+
+
+def multiply_own(
+    device: Device, out: Any, a: Any, b: Any, *, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False
+) -> None:
+    """out (m, n) (+)= op(a) @ op(b) by our own kernel. Few rows take as long as a whole tile of them."""
+    (m, n), k = out.shape, a.shape[0 if transpose_a else 1]
+    blocks = -(-m // _TILE) * -(-n // _TILE)
+    given = {"out": out, "a": a, "b": b, "m": m, "n": n, "k": k, "accumulate": accumulate}
+    if a.dtype == FLOAT:
+        device.launch(_TILED, (not transpose_a, transpose_b), blocks, _TILED_THREADS, **given)
+        return
+    wide = all(array.shape[1] * BF16.itemsize % _WIDE_BYTES == 0 and array.data.ptr % _WIDE_BYTES == 0 for array in (a, b))
+    wide = wide and n % 2 == 0 and out.data.ptr % (2 * out.dtype.itemsize) == 0  # pairs are stored at once
+    template = (out.dtype, not transpose_a, transpose_b, wide)
+    device.launch(_MMA, template, blocks, _MMA_THREADS, shared_bytes=_MMA_SHARED_BYTES, **given)
