@@ -1,5 +1,5 @@
 # `make` alone lists the targets. Each makes .venv on its first use: plain venv and pip, the exact versions of
-# requirements.lock, nothing but a package index. After that nothing is installed again until the lock changes. The outside
+# requirements.lock, and of requirements-cuda.lock where nvidia-smi finds a GPU, nothing but a package index. After that nothing is installed again until the lock changes. The outside
 # judges (PyTorch and Hugging Face's libraries) have an environment of their own, .venv-parity.
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ BIN := .venv/bin
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "error: Python 3.11 to 3.13 is needed, $(PYTHON) is " + sys.version.split()[0] + "; make PYTHON=python3.12 ... chooses another")'
 
 .DEFAULT_GOAL := help
-.PHONY: help repro test test-parity check chaos bench chat lint
+.PHONY: help repro test test-parity test-gpu check chaos bench chat lint
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ test: .venv/ready  ## run the tests, without the slow ones
 
 test-parity: .venv-parity/ready  ## hold model, training and tokenizer against PyTorch, transformers, tokenizers and tiktoken
 	.venv-parity/bin/python -m pytest -q tests/parity
+
+test-gpu: .venv/ready  ## hold every CUDA kernel and the whole engine against the CPU's float64, on a GPU
+	$(BIN)/python -m pytest -q -m gpu
 
 check: .venv/ready  ## compare every gradient with central differences in float64
 	$(BIN)/python -m tests.gradient_check
@@ -42,10 +45,11 @@ lint: .venv/ready  ## style, types, and that params.yaml is what conf/ composes
 # dvc.yaml says `python -m stages.NAME`, and DVC gives that line to a shell: `python` has to be .venv's, without activation,
 # for `.venv/bin/dvc repro`, for `exp run --temp` and for the workers that `queue start` leaves behind. The .pth file puts
 # .venv/bin at the front of PATH whenever .venv's interpreter starts, so whatever that process starts finds it there.
-.venv/ready: requirements.lock
+.venv/ready: requirements.lock requirements-cuda.lock
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	if nvidia-smi > /dev/null 2>&1; then $(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-cuda.lock; fi
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nanoeuler_path.pth")' > .venv/pth
 	echo 'import os, sys; os.environ["PATH"] = os.path.join(sys.prefix, "bin") + os.pathsep + os.environ.get("PATH", os.defpath)' > "$$(cat .venv/pth)"
 	touch $@

@@ -23,6 +23,25 @@ class Batch:
     loss_weight: NDArray[np.float32]
 
 
+def check(batch: Batch, micro_batch: int, context: int, vocab_size: int) -> None:
+    """Refuse a batch that is larger than (micro_batch, context), of other types, or with ids from vocab_size on.
+
+    Raises:
+        ValueError: it is; the message names the array.
+    """
+    shape = batch.tokens.shape
+    if len(shape) != 2 or not 1 <= shape[0] <= micro_batch or not 1 <= shape[1] <= context:
+        raise ValueError(f"tokens: expected at most ({micro_batch}, {context}), got {shape}")
+    for name, dtype in (("tokens", np.int32), ("targets", np.int32), ("document", np.int32), ("loss_weight", np.float32)):
+        array = getattr(batch, name)
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(f"{name}: expected {shape} {np.dtype(dtype)}, got {array.shape} {array.dtype}")
+    for name in ("tokens", "targets"):
+        array = getattr(batch, name)
+        if array.min() < 0 or array.max() >= vocab_size:
+            raise ValueError(f"{name}: expected ids 0 to {vocab_size - 1}, got {array.min()} to {array.max()}")
+
+
 def document_start(document: NDArray[np.int32]) -> NDArray[np.int32]:
     """(B, T) int32: the index in its row at which each position's document begins."""
     index = np.arange(document.shape[1], dtype=np.int32)

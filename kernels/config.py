@@ -12,6 +12,8 @@ Position = Literal["rope", "learned"]
 Mlp = Literal["swiglu", "gelu"]
 Precision = Literal["fp32", "tf32", "bf16"]
 Recompute = Literal["none", "mlp"]
+Matmul = Literal["cublaslt", "own"]
+Attention = Literal["mma", "scalar"]
 
 # Rows of the embedding and of each head are padded to a multiple of this, so that a tensor-core product over the
 # vocabulary has whole tiles. Padding rows are zero at the start and receive no gradient, so they stay zero.
@@ -99,7 +101,10 @@ class Numerics:
     """All that can change a bit of the result: how numbers are held, multiplied and kept.
 
     Args:
-        precision: of weights and activations in products; the CPU engine computes in fp32 only.
+        precision: fp32; tf32, fp32 arrays whose products round their factors to 10 bits; or bf16, weights and activations of 16
+            bits beside fp32 master weights, gradients, moments, statistics and losses. The CPU engine computes in fp32 only.
+        matmul: cublaslt, the library's product, each shape by its fastest algorithm; or own, the kernel written here. GPU only.
+        attention: mma, on tensor cores where precision and head width allow; or scalar, the readable one. GPU only.
         recompute: "mlp" computes an MLP's hidden activations again in the backward pass instead of keeping them.
         deterministic: the same bits for the same configuration on the same device.
 
@@ -108,10 +113,13 @@ class Numerics:
     """
 
     precision: Precision = "fp32"
+    matmul: Matmul = "cublaslt"
+    attention: Attention = "mma"
     recompute: Recompute = "none"
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        for name, kind in (("precision", Precision), ("recompute", Recompute)):
+        choices = {"precision": Precision, "matmul": Matmul, "attention": Attention, "recompute": Recompute}
+        for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"numerics.{name}: expected one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")

@@ -4,6 +4,8 @@ An update is micro_step x n, reduce, update. Gradients accumulate over the micro
 the whole update, the weight of each position in the loss, comes in with it. Not to be shared between threads.
 """
 
+import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.batch import Batch, document_start, head_targets
+from kernels.batch import Batch, check, document_start, head_targets
 from kernels.config import ModelConfig, Numerics
 from kernels.devices import open_ops
 from kernels.memory import Arena, Buffer, check_fits, memory_plan, report
@@ -90,7 +92,9 @@ class Engine:
         read = named(self._flat["weights"], self._table) if "weights" in self._flat else self._weights
         self._model = Transformer(config, numerics, self.ops, read, self._grads, self._arena)
         if "workspace" in self._arena:
-            self.ops.use_workspace(self._arena.view("workspace", (self._plan[-1].shape[0],)))
+            self.ops.use_workspace(self._arena.view("workspace", self._plan[-1].shape))
+        if training:
+            self.ops.upload(self._flat["decays"], decay_runs(self._table))
         if seed is not None:
             self.load(initial_weights(config, seed))
 
@@ -137,15 +141,14 @@ class Engine:
         weight in the loss over the sum of head_weight_sums of all micro-batches of the update.
         """
         assert self.training
-        targets, weight = head_targets(batch, self.config.mtp_heads)
-        heads, shape = len(targets), batch.tokens.shape
         tokens, start = self._take(batch)
-        target = self._input("targets", targets.reshape(heads, -1))
-        loss_weight = self._input("loss_weight", weight.reshape(heads, -1))
-        nll_weight = self._input("nll_weight", weight.reshape(heads, -1) * np.asarray(head_scale, np.float64)[:, None])
-        self.ops.replay(
-            ("micro_step", shape), lambda: self._forward_backward(tokens, start, target, loss_weight, nll_weight)
+        targets, weight = (x.reshape(self.config.mtp_heads, -1) for x in head_targets(batch, self.config.mtp_heads))
+        inputs = (
+            self._input("targets", targets),
+            self._input("loss_weight", weight),
+            self._input("nll_weight", weight * np.asarray(head_scale, np.float64)[:, None]),
         )
+        self.ops.replay(("micro_step", tokens.shape), lambda: self._forward_backward(tokens, start, *inputs))
 
     def _forward_backward(self, tokens: Array, start: Array, targets: Array, loss_weight: Array, nll_weight: Array) -> None:
         norm, sums = self._model.forward(tokens, start), self._arena.view("nll_sums", (self.config.mtp_heads,))
@@ -187,45 +190,43 @@ class Engine:
             flat["exp_avg_sq"],
             flat["gradients"],
             flat.get("weights"),
-            self._decays,
+            flat["decays"],
             norm,
             lr,
             step,
-            beta1=o.beta1,
-            beta2=o.beta2,
-            eps=o.eps,
-            weight_decay=o.weight_decay,
-            grad_clip=o.grad_clip,
-        )
+            beta1=o.beta1, beta2=o.beta2, eps=o.eps,
+            weight_decay=o.weight_decay, grad_clip=o.grad_clip,
+        )  # fmt: skip
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Loss and accuracy of every prediction head; gradients and loss sums stay as they are."""
-        start = self._start(batch)
-        return self._evaluate(batch.tokens, start, *head_targets(batch, self.config.mtp_heads))
+        return self._evaluate(batch, self.config.mtp_heads)
 
     def score(self, batch: Batch) -> NDArray[np.float32]:
         """(B, T) nats of every target under head 0."""
-        return self._evaluate(batch.tokens, self._start(batch), batch.targets[None], batch.loss_weight[None]).nll[0]
+        return self._evaluate(batch, 1).nll[0]
 
-    def _evaluate(self, tokens: Array, start: Array, targets: Array, weight: Array) -> Evaluation:
-        norm = self._model.forward(tokens, start)
-        correct = np.empty(targets.shape, np.bool_)
-        nll = np.empty(targets.shape, self.ops.dtype)
-        for k in range(len(targets)):
-            self.ops.cross_entropy_forward(
-                nll[k].reshape(-1),
-                correct[k].reshape(-1),
-                self._model.head_logits(k, norm),
-                targets[k].reshape(-1),
-                vocab_size=self.config.vocab_size,
-            )
-        return Evaluation(nll, correct, weight)
+    def _evaluate(self, batch: Batch, heads: int) -> Evaluation:
+        norm = self._model.forward(*self._take(batch))
+        nll, correct = (self._arena.view(name, norm.shape[:1]) for name in ("nll", "correct"))
+        targets, weight = head_targets(batch, heads)
+        target = self._input("targets", targets.reshape(heads, -1))
+        result = Evaluation(np.empty(targets.shape, self.ops.dtype), np.empty(targets.shape, np.bool_), weight)
+        for k in range(heads):
+            logits = self._model.head_logits(k, norm)
+            self.ops.cross_entropy_forward(nll, correct, logits, target[k], vocab_size=self.config.vocab_size)
+            result.nll[k] = self.ops.download(nll).reshape(targets.shape[1:])
+            result.correct[k] = self.ops.download(correct).reshape(targets.shape[1:])
+        return result
 
     def cache(self, batch: int = 1) -> Cache:
         """An empty cache for `batch` sequences of up to `context` tokens."""
-        c = self.config
+        c, dtype = self.config, self.ops.storage
         shape = (c.layers, batch, c.context, c.kv_heads, c.head_dim)
-        return Cache(np.zeros(shape, self.ops.dtype), np.zeros(shape, self.ops.dtype))
+        keys, values = (self.ops.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape) for _ in range(2))
+        cache = Cache(keys, values)
+        weakref.finalize(cache, self.ops.forget, id(cache))
+        return cache
 
     def decode(self, tokens: NDArray[np.int32], cache: Cache) -> NDArray[np.float32]:
         """Append tokens (B, n) to the cache; return head 0's logits (B, V) after the last of them.
@@ -233,47 +234,67 @@ class Engine:
         Raises:
             ValueError: the cache has no room for n more tokens.
         """
-        count = tokens.shape[1]
+        batch, count = tokens.shape
         if cache.length + count > self.config.context:
             raise ValueError(f"context: {cache.length} + {count} tokens exceed model.context = {self.config.context}")
-        start = np.full(tokens.shape, -cache.length, np.int32)
-        norm = self._model.forward(tokens, start, cache)
+        length = self._input("length", np.int32(cache.length))
+        taken, start = self._input("tokens", tokens), self._input("start", np.full(tokens.shape, -cache.length, np.int32))
+        logits = self._arena.view("logits", (batch, self.config.padded_vocab))
+        if count == 1:
+            self.ops.replay(("decode", batch, id(cache)), lambda: self._decode(taken, start, cache, length))
+        else:
+            self._decode(taken, start, cache, length)
         cache.length += count
-        last = np.ascontiguousarray(norm[count - 1 :: count])
-        return np.array(self._model.head_logits(0, last)[:, : self.config.vocab_size], np.float32)
+        return self.ops.download(logits)[:, : self.config.vocab_size].astype(np.float32)
+
+    def _decode(self, tokens: Array, start: Array, cache: Cache, length: Array) -> None:
+        norm, (batch, count) = self._model.forward(tokens, start, cache, length), tokens.shape
+        last = self._arena.view("branch", (batch, self.config.dim))
+        self.ops.copy_rows(last, norm, count - 1, count)
+        self._model.head_logits(0, last)
 
     def state(self) -> dict[str, Array]:
         """A copy of all that training needs to go on bit for bit: parameters, moments and the count of updates."""
         names = ("parameters", "exp_avg", "exp_avg_sq")
-        return {**{name: np.array(self._flat[name]) for name in names}, "step": self._step.copy()}
+        return {**{name: self.ops.download(self._flat[name]) for name in names}, "step": np.array(self._step, np.int64)}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         """Go on from a state of an engine of the same configuration."""
         for name in ("parameters", "exp_avg", "exp_avg_sq"):
-            self._flat[name][...] = state[name]
-        self._flat["gradients"][...] = 0
-        self._nll_sums[...] = 0
-        self._step[...] = state["step"]
+            self.ops.upload(self._flat[name], state[name])
+        self._copy_weights()
+        self.ops.fill_zero(self._flat["gradients"])
+        self.ops.fill_zero(self._arena.view("nll_sums", (self.config.mtp_heads,)))
+        self._step = int(state["step"])
 
     def first_nonfinite(self) -> str | None:
         """The first parameter whose value or gradient is not finite, in the order of the forward pass."""
         for p in reversed(self._table):
             for kind, tensors in (("", self._weights), ("gradient of ", self._grads)):
-                if p.name in tensors and not np.isfinite(tensors[p.name]).all():
+                if p.name in tensors and not np.isfinite(self.ops.download(tensors[p.name])).all():
                     return kind + p.name
         return None
 
-    def _start(self, batch: Batch) -> NDArray[np.int32]:
-        """Check a batch and find where its documents begin."""
-        c, shape = self.config, batch.tokens.shape
-        if len(shape) != 2 or not 1 <= shape[0] <= self.micro_batch or not 1 <= shape[1] <= c.context:
-            raise ValueError(f"tokens: expected at most ({self.micro_batch}, {c.context}), got {shape}")
-        for name, dtype in (("tokens", np.int32), ("targets", np.int32), ("document", np.int32), ("loss_weight", np.float32)):
-            array = getattr(batch, name)
-            if array.shape != shape or array.dtype != dtype:
-                raise ValueError(f"{name}: expected {shape} {np.dtype(dtype)}, got {array.shape} {array.dtype}")
-        for name in ("tokens", "targets"):
-            array = getattr(batch, name)
-            if array.min() < 0 or array.max() >= c.vocab_size:
-                raise ValueError(f"{name}: expected ids 0 to {c.vocab_size - 1}, got {array.min()} to {array.max()}")
-        return document_start(batch.document)
+    def _copy_weights(self) -> None:
+        """The copy that products read, where they read one, from the parameters."""
+        if "weights" in self._flat:
+            self.ops.upload(self._flat["weights"], self.ops.download(self._flat["parameters"]))
+
+    def _input(self, name: str, values: Any) -> Array:
+        """Values of this batch, this step or this token, in the device's buffer of that name."""
+        view = self._arena.view(name, np.shape(values))
+        self.ops.upload(view, values)
+        return view
+
+    def _take(self, batch: Batch) -> tuple[Array, Array]:
+        """Check a batch; its tokens, and where their documents begin, on the device."""
+        check(batch, self.micro_batch, self.config.context, self.config.vocab_size)
+        return self._input("tokens", batch.tokens), self._input("start", document_start(batch.document))
+
+
+def plan(config: ModelConfig, numerics: Numerics, micro_batch: int, ops: Any, *, training: bool = True) -> list[Buffer]:
+    """The memory plan of an engine over a device's operations."""
+    return memory_plan(
+        config, numerics, micro_batch, training=training, dtype=ops.dtype, storage=ops.storage,
+        workspace_bytes=ops.workspace_bytes(config, micro_batch * config.context),
+    )  # fmt: skip

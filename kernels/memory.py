@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kernels.config import ModelConfig, Numerics
-from kernels.parameters import flat_size, parameter_table
+from kernels.parameters import RUN, flat_size, parameter_table
 
 Array = np.ndarray[Any, Any]
 
@@ -49,19 +49,27 @@ class Buffer:
 
 
 def activation_plan(
-    config: ModelConfig, numerics: Numerics, rows: int, *, training: bool, dtype: np.dtype[Any]
+    config: ModelConfig,
+    numerics: Numerics,
+    rows: int,
+    *,
+    training: bool,
+    dtype: np.dtype[Any],
+    storage: np.dtype[Any] | None = None,
 ) -> list[Buffer]:
     """The activations of a forward pass over `rows` = B * T positions and, in training, the gradients of the way back.
 
-    In training each layer keeps what its backward pass reads; otherwise all layers share one set.
+    In training each layer keeps what its backward pass reads; otherwise all layers share one set. Activations and their
+    gradients are of the storage type, dtype itself where it is not given; statistics and losses are of dtype.
     """
+    storage = storage or dtype
     c, layers = config, config.layers if training else 1
     hidden = c.ffn * (2 if c.mlp == "swiglu" else 1)
     qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
     statistics = ["rstd"] if c.norm == "rmsnorm" else ["mean", "rstd"]
     act_layers = 1 if numerics.recompute == "mlp" else layers
     plan = [
-        Buffer(name, "activations", (rows, width), dtype, count)
+        Buffer(name, "activations", (rows, width), storage, count)
         for name, width, count in (
             ("residual1", c.dim, layers),
             ("norm1", c.dim, layers),
@@ -80,11 +88,11 @@ def activation_plan(
     for statistic in statistics:
         for name, count in (("norm1", layers), ("norm2", layers), ("norm", 1)):
             plan.append(Buffer(f"{name}_{statistic}", "activations", (rows,), dtype, count))
-    plan.append(Buffer("logits", "logits", (rows, c.padded_vocab), dtype))
+    plan.append(Buffer("logits", "logits", (rows, c.padded_vocab), storage))
     plan.append(Buffer("nll", "logits", (rows,), dtype))
     if training:
         plan += [
-            Buffer(name, "activation gradients", (rows, width), dtype)
+            Buffer(name, "activation gradients", (rows, width), storage)
             for name, width in (
                 ("dresidual", c.dim),
                 ("dnorm", c.dim),
@@ -97,10 +105,42 @@ def activation_plan(
     return plan
 
 
-def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any]) -> list[Buffer]:
-    """The flat arrays of `size` parameters: with their gradients and AdamW's two moments in training."""
-    kinds = ("parameters", "gradients", "exp_avg", "exp_avg_sq") if training else ("parameters",)
-    return [Buffer(kind, "moments" if kind.startswith("exp") else kind, (size,), dtype) for kind in kinds]
+def parameter_plan(
+    size: int, *, training: bool, dtype: np.dtype[Any], storage: np.dtype[Any] | None = None
+) -> list[Buffer]:
+    """The flat arrays of `size` parameters: with their gradients and AdamW's two moments in training.
+
+    Where the storage type is another than dtype, a copy in it, `weights`, is what products read.
+    """
+    names = ("parameters", "gradients", "exp_avg", "exp_avg_sq") if training else ("parameters",)
+    plan = [Buffer(name, "moments" if name.startswith("exp") else name, (size,), dtype) for name in names]
+    if training:
+        plan.append(Buffer("decays", "parameters", (size // RUN,), np.dtype(np.bool_)))
+    if storage is not None and storage != dtype:
+        plan.append(Buffer("weights", "parameters", (size,), storage))
+    return plan
+
+
+def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtype[Any]) -> list[Buffer]:
+    """What comes in with each batch, and the numbers that vary from step to step or go back to the host."""
+    heads, integer = config.mtp_heads, np.dtype(np.int32)
+    plan = [
+        Buffer("tokens", "inputs", (rows,), integer),
+        Buffer("start", "inputs", (rows,), integer),
+        Buffer("targets", "inputs", (heads, rows), integer),
+        Buffer("correct", "inputs", (rows,), np.dtype(np.bool_)),
+        Buffer("length", "inputs", (), integer),
+    ]
+    if training:
+        plan += [
+            Buffer("loss_weight", "inputs", (heads, rows), np.dtype(np.float32)),
+            Buffer("nll_weight", "inputs", (heads, rows), dtype),
+            Buffer("nll_sums", "inputs", (heads,), np.dtype(np.float64)),
+            Buffer("grad_norm", "inputs", (), np.dtype(np.float64)),
+            Buffer("lr", "inputs", (), np.dtype(np.float64)),
+            Buffer("step", "inputs", (), np.dtype(np.int64)),
+        ]
+    return plan
 
 
 def memory_plan(
@@ -110,10 +150,24 @@ def memory_plan(
     *,
     training: bool = True,
     dtype: np.dtype[Any] = np.dtype(np.float32),  # noqa: B008 (immutable)
+    storage: np.dtype[Any] | None = None,
+    workspace_bytes: int = 0,
 ) -> list[Buffer]:
-    """Everything an engine of this configuration holds; computed without allocating any of it."""
-    flat = parameter_plan(flat_size(parameter_table(config)), training=training, dtype=dtype)
-    return flat + activation_plan(config, numerics, micro_batch * config.context, training=training, dtype=dtype)
+    """Everything an engine of this configuration holds; computed without allocating any of it.
+
+    Args:
+        config, numerics, micro_batch, training: as the engine's.
+        dtype: of parameters, gradients, moments, statistics and losses.
+        storage: of activations and of the weights that products read; dtype where it is not given.
+        workspace_bytes: what the device's operations need while they run.
+    """
+    rows = micro_batch * config.context
+    plan = parameter_plan(flat_size(parameter_table(config)), training=training, dtype=dtype, storage=storage)
+    plan += input_plan(config, rows, training=training, dtype=dtype)
+    plan += activation_plan(config, numerics, rows, training=training, dtype=dtype, storage=storage)
+    if workspace_bytes:
+        plan.append(Buffer("workspace", "workspace", (workspace_bytes,), np.dtype(np.uint8)))
+    return plan
 
 
 def check_fits(plan: list[Buffer], micro_batch: int, available: int) -> None:
@@ -162,6 +216,9 @@ class Arena:
                 self._flat[buffer.name, layer] = memory[offset : offset + exact].view(buffer.dtype)
                 offset += buffer.layer_bytes
         self._layers = {buffer.name: buffer.layers for buffer in plan}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._layers
 
     def view(self, name: str, shape: tuple[int, ...], layer: int = 0) -> Array:
         """The first prod(shape) elements of a buffer, in that shape; layers that share one set all get the same."""

@@ -57,10 +57,11 @@ class Transformer:
         self.weights, self.grads, self.arena = weights, grads, arena
         self.rope = ops.rope_table(config.context, config.head_dim, config.rope_base) if config.position == "rope" else None
 
-    def forward(self, tokens: Array, start: Array, cache: Cache | None = None) -> Array:
+    def forward(self, tokens: Array, start: Array, cache: Cache | None = None, cached: Array | None = None) -> Array:
         """The final normalised stream, (rows, C), of tokens (B, T).
 
-        start (B, T) int32 is where each token's document begins in its row; a cache holds what came before the row instead.
+        start (B, T) int32 is where each token's document begins in its row; a cache holds what came before the row instead, of
+        which cached () int32 says how many tokens.
         """
         c, ops, (batch, length) = self.config, self.ops, tokens.shape
         rows, heads = batch * length, c.heads + 2 * c.kv_heads
@@ -80,7 +81,7 @@ class Transformer:
             if cache is None:
                 ops.attention_forward(out, self.arena.view("lse", (batch, c.heads, length), i), qkv, start)
             else:
-                ops.decode_attention_forward(out, qkv, cache.keys[i], cache.values[i], length=cache.length)
+                ops.decode_attention_forward(out, qkv, cache.keys[i], cache.values[i], cached)
             self._linear_forward(f"{block}proj", branch, attended)
             norm2 = self._norm_forward(f"{block}norm2", i, residual, branch)
             residual = self._rows("residual2", rows, c.dim, i)

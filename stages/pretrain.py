@@ -8,9 +8,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kernels.engine import Engine
+from kernels.devices import open_ops
+from kernels.engine import Engine, plan
 from kernels.generation import Sampling, generate
-from kernels.memory import memory_plan, report
+from kernels.memory import report
 from stages.batches import EvalWindows, PretrainBatches
 from stages.settings import Settings, stage_main
 from stages.shard_format import SEPARATOR, open_split
@@ -49,7 +50,8 @@ def run(
                "within_documents": training.within_documents}  # fmt: skip
     batches, windows = PretrainBatches(train, seed=training.seed, **reading), EvalWindows(held_out, **reading)
     if settings.runtime.plan:
-        print(report(memory_plan(config, settings.numerics, training.micro_batch)))
+        ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
+        print(report(plan(config, settings.numerics, training.micro_batch, ops)))
         return
     engine = Engine(config, settings.numerics, micro_batch=training.micro_batch, device=settings.runtime.device,
                     threads=settings.runtime.threads, seed=training.seed)  # fmt: skip

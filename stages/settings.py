@@ -173,7 +173,7 @@ class Eval:
 class Runtime:
     """conf/runtime: what cannot change a result; no stage tracks it."""
 
-    device: Literal["auto", "cpu"]
+    device: Literal["auto", "cpu", "cuda"]
     threads: int
     display: Literal["auto", "live", "plain"]
     plan: bool

@@ -9,9 +9,10 @@ import math
 from itertools import takewhile
 from pathlib import Path
 
-from kernels.engine import Engine
+from kernels.devices import open_ops
+from kernels.engine import Engine, plan
 from kernels.generation import Sampling, generate
-from kernels.memory import memory_plan, report
+from kernels.memory import report
 from stages.checkpoint import load
 from stages.conversations import END, PAD, read_conversations, render_all, render_prompt, special_id
 from stages.packing import EvalConversations, SftBatches
@@ -48,7 +49,8 @@ def run(
     start = load(base, words.sha256)
     config = start.config
     if settings.runtime.plan:
-        print(report(memory_plan(config, settings.numerics, training.micro_batch)))
+        ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
+        print(report(plan(config, settings.numerics, training.micro_batch, ops)))
         return
     engine = Engine(config, settings.numerics, micro_batch=training.micro_batch, device=settings.runtime.device,
                     threads=settings.runtime.threads, seed=training.seed)  # fmt: skip

@@ -4,12 +4,14 @@ Each file is one operation with its mathematics; `CpuOps` is the set of them tha
 """
 
 import os
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numba
 import numpy as np
 import psutil
 
+from kernels.config import ModelConfig
 from kernels.cpu import jit as jit  # first: it configures Numba before any function is compiled
 from kernels.cpu.adamw import adamw
 from kernels.cpu.attention import attention_backward, attention_forward
@@ -57,7 +59,7 @@ class CpuOps:
         available = numba.config.NUMBA_NUM_THREADS
         if not 0 <= threads <= available:
             raise ValueError(f"runtime.threads: expected 0 (all) to {available} on this machine, got {threads}")
-        self.dtype = np.dtype(dtype)
+        self.dtype = self.storage = np.dtype(dtype)
         self.threads = threads or available
         numba.set_num_threads(self.threads)
 
@@ -90,6 +92,33 @@ class CpuOps:
     grad_norm = staticmethod(grad_norm)
     adamw = staticmethod(adamw)
     sampling = staticmethod(sampling)
+
+    def upload(self, target: Array, source: Any) -> None:
+        """Copy into an array of the device, which the CPU's are already."""
+        target[...] = source
+
+    def download(self, array: Array) -> Array:
+        """A copy of an array of the device."""
+        return np.array(array)
+
+    def fill_zero(self, array: Array) -> None:
+        """Set every element to zero."""
+        array[...] = 0
+
+    def copy_rows(self, target: Array, source: Array, first: int, step: int) -> None:
+        """target (n, C) = source (m, C)[first::step]."""
+        target[...] = source[first::step]
+
+    def replay(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Do the work; a GPU records it under its key and then replays it."""
+        work()
+
+    def forget(self, owner: int) -> None:
+        """Drop what replay recorded for the object of that id; nothing here."""
+
+    def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
+        """What the operations need beside the arrays they are given: here each takes it where it runs."""
+        return 0
 
     def memory_bytes(self) -> int:
         """Memory of the machine."""

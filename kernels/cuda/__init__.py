@@ -1,1 +1,94 @@
-"""The CUDA engine's operations: hand-written kernels, and the library's or our own product."""
+"""The CUDA engine's operations: hand-written kernels, and for matrix products the library's or our own.
+
+Each .cu file holds the kernels of one operation, the .py file beside it launches them. `CudaOps` is the set of them that the
+model is written over, and the device that they run on.
+"""
+
+import cupy
+import numpy as np
+
+from kernels.config import ModelConfig, Numerics
+from kernels.cpu.rope import rope_table
+from kernels.cuda import cublaslt
+from kernels.cuda.adamw import adamw
+from kernels.cuda.attention import attention_backward, attention_forward
+from kernels.cuda.bias import bias_backward, bias_forward
+from kernels.cuda.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from kernels.cuda.decode_attention import decode_attention_forward
+from kernels.cuda.device import Device
+from kernels.cuda.embedding import embedding_backward, embedding_forward
+from kernels.cuda.gelu import gelu_backward, gelu_forward
+from kernels.cuda.grad_norm import grad_norm
+from kernels.cuda.launch import BF16, FLOAT, Array
+from kernels.cuda.layernorm import (
+    layernorm_backward,
+    layernorm_forward,
+    residual_layernorm_backward,
+    residual_layernorm_forward,
+)
+from kernels.cuda.matmul import matmul_backward, matmul_forward
+from kernels.cuda.rmsnorm import (
+    residual_rmsnorm_backward,
+    residual_rmsnorm_forward,
+    rmsnorm_backward,
+    rmsnorm_forward,
+)
+from kernels.cuda.rope import rope_backward, rope_forward
+from kernels.cuda.sampling import sampling
+from kernels.cuda.swiglu import swiglu_backward, swiglu_forward
+from kernels.cuda.weighted_sum import weighted_sum_forward
+
+
+class CudaOps(Device):
+    """Every operation of the model on one GPU.
+
+    Args:
+        numerics: precision, and which of two kernels makes products and attention.
+
+    Raises:
+        ValueError: see Device.
+    """
+
+    name = "cuda"
+    dtype = FLOAT
+
+    embedding_forward, embedding_backward = embedding_forward, embedding_backward
+    rmsnorm_forward, rmsnorm_backward = rmsnorm_forward, rmsnorm_backward
+    residual_rmsnorm_forward, residual_rmsnorm_backward = residual_rmsnorm_forward, residual_rmsnorm_backward
+    layernorm_forward, layernorm_backward = layernorm_forward, layernorm_backward
+    residual_layernorm_forward, residual_layernorm_backward = residual_layernorm_forward, residual_layernorm_backward
+    matmul_forward, matmul_backward = matmul_forward, matmul_backward
+    bias_forward, bias_backward = bias_forward, bias_backward
+    rope_forward, rope_backward = rope_forward, rope_backward
+    attention_forward, attention_backward = attention_forward, attention_backward
+    decode_attention_forward = decode_attention_forward
+    gelu_forward, gelu_backward = gelu_forward, gelu_backward
+    swiglu_forward, swiglu_backward = swiglu_forward, swiglu_backward
+    cross_entropy_forward, cross_entropy_backward = cross_entropy_forward, cross_entropy_backward
+    weighted_sum_forward = weighted_sum_forward
+    grad_norm = grad_norm
+    adamw = adamw
+    sampling = sampling
+
+    def __init__(self, numerics: Numerics) -> None:
+        super().__init__()
+        self.precision, self.matmul, self.attention = numerics.precision, numerics.matmul, numerics.attention
+        self.deterministic = numerics.deterministic
+        self.storage = BF16 if numerics.precision == "bf16" else FLOAT
+
+    def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
+        """The most that one operation needs while it runs."""
+        return 64 * 2**20
+
+    def rope_table(self, context: int, head_dim: int, base: float) -> Array:
+        """kernels.cpu.rope.rope_table on the GPU, fp32."""
+        table = rope_table(context, head_dim, base).astype(np.float32)
+        on_gpu = self.allocate(table.nbytes).view(np.float32).reshape(table.shape)
+        self.upload(on_gpu, table)
+        return on_gpu
+
+    def describe(self) -> str:
+        """The device in words: model, precision, kernels and versions."""
+        kernels = f"matmul {self.matmul}, attention {self.attention}"
+        library = f", cuBLASLt {cublaslt.version()}" if self.matmul == "cublaslt" else ""
+        return f"{self.model}, {self.precision}, {kernels}, CuPy {cupy.__version__}{library}"

@@ -26,6 +26,10 @@ class Device:
         ValueError: there is no GPU, its driver is too old, or its architecture is not supported.
     """
 
+    precision: str  # that of numerics, and which of its two kernels makes products
+    matmul: str
+    attention: str
+
     def __init__(self) -> None:
         runtime = cupy.cuda.runtime
         try:
@@ -101,24 +105,24 @@ class Device:
             offset += -(-size // 256) * 256
         return views
 
-    def upload(self, target: Array, source: Any) -> None:
+    def upload(self, target: Any, source: Any) -> None:
         """Copy a host array, or a number, into a device array, rounded to bf16 where that is what the target holds."""
         host = np.ascontiguousarray(np.broadcast_to(np.asarray(source), target.shape))
         if target.dtype == BF16 and host.dtype != BF16:
             host = to_bf16(host)
         target.set(np.ascontiguousarray(host, target.dtype), self.stream)
 
-    def download(self, array: Array) -> Array:
+    def download(self, array: Any) -> Array:
         """A host copy of a device array, bf16 as fp32."""
         host = cupy.asnumpy(array, self.stream)
         self.stream.synchronize()
         return from_bf16(host) if host.dtype == BF16 else host
 
-    def fill_zero(self, array: Array) -> None:
+    def fill_zero(self, array: Any) -> None:
         """Set every byte of a contiguous array to zero."""
         array.data.memset_async(0, array.nbytes, self.stream)
 
-    def copy_rows(self, target: Array, source: Array, first: int, step: int) -> None:
+    def copy_rows(self, target: Any, source: Any, first: int, step: int) -> None:
         """target (n, C) = source (m, C)[first::step]."""
         width = source.shape[1] * source.dtype.itemsize
         origin, to_device = source.data.ptr + first * width, 3
@@ -142,6 +146,11 @@ class Device:
             self._graphs[key] = None
         else:
             graph.launch(self.stream)
+
+    def forget(self, owner: int) -> None:
+        """Drop the graphs whose key ends with the id of an object that is gone."""
+        for key in [key for key in self._graphs if isinstance(key, tuple) and key[-1] == owner]:
+            del self._graphs[key]
 
     def synchronize(self) -> None:
         """Wait until the stream is idle; an error of any kernel before comes up here."""

@@ -306,7 +306,7 @@ def test_describe() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ({"device": "gpu"}, r"^runtime\.device: expected auto or cpu, got 'gpu'$"),
+        ({"device": "gpu"}, r"^runtime\.device: expected one of auto, cpu, cuda, got 'gpu'$"),
         ({"threads": 4097}, r"^runtime\.threads: expected 0 \(all\) to \d+ on this machine, got 4097$"),
         ({"threads": -1}, r"^runtime\.threads: expected 0 \(all\) to \d+ on this machine, got -1$"),
     ],

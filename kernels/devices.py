@@ -1,0 +1,58 @@
+"""Which device computes: the operations of the CPU, or of the GPU where one is there."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from kernels.config import Numerics
+from kernels.cpu import CpuOps
+
+DEVICES = ("auto", "cpu", "cuda")
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+
+
+def open_ops(device: str, numerics: Numerics, *, threads: int = 0, dtype: type[np.floating[Any]] = np.float32) -> Any:
+    """The operations of a device.
+
+    Args:
+        device: "cpu", "cuda", or "auto": the GPU where an NVIDIA GPU is visible, else the CPU. A GPU that cannot be used is an
+            error, never the CPU in its place.
+        numerics: what it has to be able to compute.
+        threads: of the CPU.
+        dtype: np.float64 is for gradient checks, which the CPU makes.
+
+    Raises:
+        ValueError: there is no such device, it lacks something, or it has not the precision; the message says what to set.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"runtime.device: expected one of {', '.join(DEVICES)}, got {device!r}")
+    if dtype == np.float64 or device == "cpu" or (device == "auto" and not gpu_visible()):
+        if numerics.precision != "fp32":
+            raise ValueError(f"numerics.precision: the CPU computes in fp32, got {numerics.precision}; set it to fp32")
+        return CpuOps(dtype, threads)
+    try:
+        from kernels.cuda import CudaOps
+    except ImportError as error:
+        raise ValueError(
+            f"runtime.device: a GPU needs CuPy and CUDA's libraries ({error}): python -m pip install -r requirements-cuda.lock; or set it to cpu"
+        ) from None
+    return CudaOps(numerics)
+
+
+def gpu_visible() -> bool:
+    """Whether the NVIDIA driver is there and shows a GPU.
+
+    Raises:
+        ValueError: the driver is there but does not start.
+    """
+    for library in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            driver = ctypes.CDLL(library)
+        except OSError:
+            continue
+        count, status = ctypes.c_int(0), driver.cuInit(0)
+        if status not in (0, NO_DEVICE):
+            raise ValueError(f"runtime.device: the NVIDIA driver does not start (cuInit gives {status}); mend it, or set it to cpu")
+        return status == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    return False
