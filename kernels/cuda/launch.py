@@ -27,7 +27,7 @@ _POINTERS = {
     "bool": np.bool_, "unsigned": np.uint32, "unsigned char": np.uint8,
 }  # fmt: skip
 _SCALARS: dict[str, Any] = {
-    "int": np.int32, "long long": np.int64, "unsigned": np.uint32, "float": np.float32, "bool": np.bool_,
+    "int": np.int32, "long long": np.int64, "unsigned": np.uint32, "float": np.float32, "double": np.float64, "bool": np.bool_,
 }  # fmt: skip
 
 

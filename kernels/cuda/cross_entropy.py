@@ -1,0 +1,47 @@
+"""Launchers of cross_entropy.cu; the mathematics and the contracts are those of kernels.cpu.cross_entropy."""
+
+from kernels.cuda.device import Device
+from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
+
+_INSTANCES = ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
+_FORWARD = Kernel("cross_entropy.cu", "cross_entropy_forward", _INSTANCES)
+_BACKWARD = Kernel("cross_entropy.cu", "cross_entropy_backward", _INSTANCES)
+_MAX_BLOCK, _VECTORS_A_THREAD = 1024, 2  # not tuned
+
+
+def cross_entropy_forward(
+    device: Device, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int
+) -> None:
+    """See kernels.cpu.cross_entropy.cross_entropy_forward.
+
+    Cost: reads the logits once.
+    """
+    rows, width = logits.shape
+    size, block = _shape(logits)
+    device.launch(
+        _FORWARD, (logits.dtype, size), rows, block,
+        nll=nll, correct=correct, logits=logits, targets=targets, width=width, vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def cross_entropy_backward(
+    device: Device, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int
+) -> None:
+    """See kernels.cpu.cross_entropy.cross_entropy_backward.
+
+    Cost: reads the logits from memory once, and from a cache once more; writes them once.
+    """
+    rows, width = dlogits.shape
+    size, block = _shape(dlogits)
+    device.launch(
+        _BACKWARD, (dlogits.dtype, size), rows, block,
+        dlogits=dlogits, nll=nll, targets=targets, weight=weight, width=width, vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def _shape(logits: Array) -> tuple[int, int]:
+    """Elements of a vector and threads of a block: 16 bytes where every row begins at a multiple of them."""
+    width, size = logits.shape[1], 16 // logits.dtype.itemsize
+    if width % size:
+        size = 1
+    return size, min(_MAX_BLOCK, -(-width // (32 * size * _VECTORS_A_THREAD)) * 32)

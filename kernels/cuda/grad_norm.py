@@ -1,0 +1,21 @@
+"""Launcher of grad_norm.cu; the contract is that of kernels.cpu.grad_norm."""
+
+from kernels.cuda.device import Device
+from kernels.cuda.launch import FLOAT, Array, Kernel
+
+_SQUARE_SUMS = Kernel("grad_norm.cu", "square_sums", ((),))
+_FINISH = Kernel("grad_norm.cu", "grad_norm_finish", ((),))
+_CHUNK, _CHUNK_BLOCK = 16384, 256  # those of grad_norm.cu; not tuned
+_FINISH_BLOCK = 1024
+
+
+def grad_norm(device: Device, out: Array, grads: Array) -> None:
+    """See kernels.cpu.grad_norm.grad_norm; grads begin at a multiple of 16 bytes.
+
+    Precision: fp32 within 16,384 elements, fp64 across.
+    Cost: reads grads once; workspace of 4 bytes a 16,384 elements.
+    """
+    chunks = -(-grads.size // _CHUNK)
+    (partial,) = device.workspace(((chunks,), FLOAT))
+    device.launch(_SQUARE_SUMS, (), chunks, _CHUNK_BLOCK, partial=partial, grads=grads, size=grads.size)
+    device.launch(_FINISH, (), 1, _FINISH_BLOCK, out=out, partial=partial, chunks=chunks)

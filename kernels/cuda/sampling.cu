@@ -1,0 +1,184 @@
+// Drawing the next token.
+//
+//     greedy:  out = the id of the largest logit, the smallest id among equals
+//     draw:    candidates are ranked by logit, the smaller id first among equals; the first top_k of them stay (0: all), then the
+//              shortest prefix that has the share top_p of their probability; out = the first whose cumulative probability,
+//              among those that stay, exceeds uniform
+//
+// Layout: logits of T (rows, width), of which columns from vocab_size on take no part; uniform fp64 and out int32 (rows,).
+// Work: a block owns a row. Nothing is sorted but a handful: each of the three cuts is a place in the ranking at which a running
+//       sum (of ones, or of probabilities) reaches a target. An element's rank is one integer, its code; the place is found bit
+//       by bit from the top, each bit by one sum over the row, until so few codes are left in question that a block can sort them.
+// Precision: probabilities and their sums in fp64. Determinism: sums have a fixed order; the atomic counter only hands out places
+//            in an array that is sorted next.
+// Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p).
+
+#include "reduce.cuh"
+
+using Code = unsigned long long;
+
+constexpr int BLOCK = 1024;
+constexpr unsigned SIGN = 0x80000000u;
+
+struct Larger {
+    Code operator()(Code a, Code b) const { return a > b ? a : b; }
+};
+
+// Codes are ordered as the ranking is, the first the largest: the logit above, as an integer of the same order; below it the id,
+// complemented. -0 equals 0.
+inline Code code_of(float x, int id) {
+    const unsigned bits = __float_as_uint(x == 0.0f ? 0.0f : x);
+    return (Code)(bits & SIGN ? ~bits : bits | SIGN) << 32 | ~(unsigned)id;
+}
+inline int id_of(Code code) { return (int)~(unsigned)code; }
+inline float logit_of(Code code) {
+    const unsigned key = (unsigned)(code >> 32);
+    return __uint_as_float(key & SIGN ? key ^ SIGN : ~key);
+}
+
+// visit(logit, id) for the thread's part of the row.
+template <typename T, int SIZE, typename Visit>
+void over_row(const T* row, int vocab_size, Visit visit) {
+    for (int i = threadIdx.x; i * SIZE < vocab_size; i += BLOCK) {
+        const auto v = reinterpret_cast<const Vector<T, SIZE>*>(row)[i];  // padding fills the last vector
+#pragma unroll
+        for (int j = 0; j < SIZE; j++)
+            if (i * SIZE + j < vocab_size) visit(to_float(v.element[j]), i * SIZE + j);
+    }
+}
+
+template <typename T, int SIZE>
+Code first_of(const T* row, int vocab_size) {
+    Code best = 0;
+    over_row<T, SIZE>(row, vocab_size, [&](float x, int id) { best = Larger()(best, code_of(x, id)); });
+    return block_reduce(best, Larger(), Code(0));
+}
+
+// What an element adds to a running sum.
+struct One {
+    double operator()(float) const { return 1.0; }
+};
+struct Probability {  // up to a factor
+    double largest, inverse_temperature;
+    double operator()(float x) const { return exp(((double)x - largest) * inverse_temperature); }
+};
+
+struct Total {
+    double sum;
+    int count;
+};
+
+// Over the codes from first to last, both included. All threads of the block must call it, and get the same.
+template <typename T, int SIZE, typename Measure>
+Total total_between(const T* row, int vocab_size, Code first, Code last, Measure measure) {
+    double sum = 0.0;
+    int count = 0;
+    over_row<T, SIZE>(row, vocab_size, [&](float x, int id) {
+        const Code code = code_of(x, id);
+        if (code >= first && code <= last) {
+            sum += measure(x);
+            count++;
+        }
+    });
+    return {block_reduce(sum, Sum(), 0.0), block_reduce(count, Sum(), 0)};
+}
+
+// Thread t's is the t-th largest of the block's codes: a bitonic network, a code a thread.
+inline void sort_descending(Code* codes) {
+    for (int size = 2; size <= BLOCK; size *= 2) {
+        for (int stride = size / 2; stride > 0; stride /= 2) {
+            __syncthreads();  // the codes' writes, before or in the last round, are done
+            const int low = threadIdx.x, high = low ^ stride;
+            if (high > low) {
+                const Code a = codes[low], b = codes[high];
+                if ((a < b) == ((low & size) == 0)) {
+                    codes[low] = b;
+                    codes[high] = a;
+                }
+            }
+        }
+    }
+    __syncthreads();  // the last round's writes are read by all
+}
+
+// The sum over threads 0 to this one.
+inline double block_scan(double value) {
+    __shared__ double of_warp[WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    double sum = value;
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+        const double before = __shfl_up_sync(ALL_LANES, sum, offset);
+        if (lane >= offset) sum += before;
+    }
+    __syncthreads();  // separates these writes from the reads of an earlier call
+    if (lane == WARP - 1) of_warp[warp] = sum;
+    __syncthreads();  // the warps' sums, written above, are read below
+    double before = 0.0;
+    for (int i = 0; i < warp; i++) before += of_warp[i];
+    return before + sum;
+}
+
+// The code of the first element, in the order of the ranking, at which the running sum of `measure` reaches `target`, or exceeds
+// it where it must; the last element where rounding lets none. Only the `count` codes from `lowest` on take part, at least one.
+template <typename T, int SIZE, typename Measure>
+Code find(const T* row, int vocab_size, Code lowest, int count, double target, bool exceed, Measure measure) {
+    __shared__ Code codes[BLOCK];
+    __shared__ int places;
+    // In question are codes of [first, first + 2^(bit + 1)): `count` elements, at least one; `above` is the sum beyond them.
+    Code first = 0;
+    double above = 0.0;
+    int bit = 63;
+    for (; count > BLOCK; bit--) {
+        const Code half = Code(1) << bit, middle = first + half;
+        const Total upper = total_between<T, SIZE>(row, vocab_size, max(middle, lowest), middle + (half - 1), measure);
+        const double sum = above + upper.sum;
+        if (upper.count == count || (exceed ? sum > target : sum >= target)) {
+            first = middle;
+            count = upper.count;
+        } else {
+            above = sum;
+            count -= upper.count;
+        }
+    }
+    const Code last = first + ((Code(2) << bit) - 1);  // all ones where no bit was decided
+    first = max(first, lowest);
+    __syncthreads();  // an earlier call's reads of the shared arrays are done
+    codes[threadIdx.x] = 0;  // ranks behind every element
+    if (threadIdx.x == 0) places = 0;
+    __syncthreads();  // both are set before any place is taken
+    over_row<T, SIZE>(row, vocab_size, [&](float x, int id) {
+        const Code code = code_of(x, id);
+        if (code >= first && code <= last) codes[atomicAdd(&places, 1)] = code;
+    });
+    sort_descending(codes);
+    const bool taken = (int)threadIdx.x < count;
+    const double sum = above + block_scan(taken ? measure(logit_of(codes[threadIdx.x])) : 0.0);
+    const int before = __syncthreads_count(taken && !(exceed ? sum > target : sum >= target));
+    return codes[min(before, count - 1)];
+}
+
+template <typename T, int SIZE>
+__global__ void __launch_bounds__(BLOCK) sampling_greedy(int* out, const T* logits, int width, int vocab_size) {
+    const Code best = first_of<T, SIZE>(logits + (long long)blockIdx.x * width, vocab_size);
+    if (threadIdx.x == 0) out[blockIdx.x] = id_of(best);
+}
+
+template <typename T, int SIZE>
+__global__ void __launch_bounds__(BLOCK)
+    sampling_draw(int* out, const T* logits, const double* uniform, int width, int vocab_size, double inverse_temperature, int top_k,
+                  double top_p) {
+    const T* row = logits + (long long)blockIdx.x * width;
+    const Probability probability = {logit_of(first_of<T, SIZE>(row, vocab_size)), inverse_temperature};
+    constexpr Code FIRST_OF_ALL = ~Code(0);
+    Code lowest = 0;
+    if (top_k > 0 && top_k < vocab_size) lowest = find<T, SIZE>(row, vocab_size, lowest, vocab_size, top_k, false, One());
+    Total kept = total_between<T, SIZE>(row, vocab_size, lowest, FIRST_OF_ALL, probability);
+    if (top_p < 1.0) {
+        lowest = find<T, SIZE>(row, vocab_size, lowest, kept.count, top_p * kept.sum, false, probability);
+        kept = total_between<T, SIZE>(row, vocab_size, lowest, FIRST_OF_ALL, probability);
+    }
+    const double target = uniform[blockIdx.x] * kept.sum;
+    const Code drawn = find<T, SIZE>(row, vocab_size, lowest, kept.count, target, true, probability);
+    if (threadIdx.x == 0) out[blockIdx.x] = id_of(drawn);
+}

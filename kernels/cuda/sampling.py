@@ -1,0 +1,38 @@
+"""Launchers of sampling.cu; the rule is that of kernels.cpu.sampling."""
+
+from kernels.cuda.device import Device
+from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
+
+_INSTANCES = ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
+_GREEDY = Kernel("sampling.cu", "sampling_greedy", _INSTANCES)
+_DRAW = Kernel("sampling.cu", "sampling_draw", _INSTANCES)
+_BLOCK = 1024  # sampling.cu's
+
+
+def sampling(
+    device: Device,
+    out: Array,
+    logits: Array,
+    uniform: Array,
+    *,
+    vocab_size: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> None:
+    """See kernels.cpu.sampling.sampling; logits (B, Vp) fp32 or bf16, whose columns from vocab_size on take no part.
+
+    Precision: probabilities and their sums in fp64; a draw within rounding of a border may fall on its other side.
+    Cost: temperature 0 reads the logits once. Otherwise a block reads its row some 15 to 45 times, out of a cache.
+    """
+    rows, width = logits.shape
+    size = 16 // logits.dtype.itemsize
+    template = (logits.dtype, 1 if width % size else size)
+    if temperature == 0:
+        device.launch(_GREEDY, template, rows, _BLOCK, out=out, logits=logits, width=width, vocab_size=vocab_size)
+        return
+    device.launch(
+        _DRAW, template, rows, _BLOCK,
+        out=out, logits=logits, uniform=uniform, width=width, vocab_size=vocab_size, inverse_temperature=1 / temperature,
+        top_k=top_k, top_p=top_p,
+    )  # fmt: skip

@@ -1,0 +1,16 @@
+"""Launcher of weighted_sum.cu; the contract is that of kernels.cpu.weighted_sum."""
+
+from kernels.cuda.device import Device
+from kernels.cuda.launch import Array, Kernel
+
+_FORWARD = Kernel("weighted_sum.cu", "weighted_sum_forward", ((),))
+_BLOCK = 1024
+
+
+def weighted_sum_forward(device: Device, total: Array, nll: Array, weight: Array) -> None:
+    """See kernels.cpu.weighted_sum.weighted_sum_forward.
+
+    Precision: the products are fp64 too.
+    Determinism: one block, a fixed order.
+    """
+    device.launch(_FORWARD, (), 1, _BLOCK, total=total, nll=nll, weight=weight, rows=nll.size)
