@@ -3,6 +3,7 @@
     python -m kernels.bench train  --model euler_1m --batch 32 --seq 128      a whole update: ms, tokens/s, TFLOP/s
     python -m kernels.bench decode --model euler_1m                           one token at batch 1 over the KV cache
     python -m kernels.bench ops    --model euler_1m --batch 32 --seq 128      the update by operation, beside its floor
+    python -m kernels.bench matmul --batch 32 --seq 1024                      a GPU's products: the library's and our own
 
 Times are medians over --steps timed steps after --warmup; tokens are random, drawn anew for each step.
 """
@@ -12,13 +13,16 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kernels.batch import Batch, head_weight_sums
 from kernels.config import ModelConfig, Numerics
+from kernels.devices import DEVICES
 from kernels.engine import AdamW, Engine
+from kernels.parameters import parameter_table
 
 EULER: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "mtp_heads": 4}
 GPT2: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}
@@ -44,11 +48,19 @@ def random_batch(rng: np.random.Generator, config: ModelConfig, rows: int, lengt
     return Batch(inp, targets, np.zeros((rows, length), np.int32), np.ones((rows, length), np.float32))
 
 
+def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
+    """The engine that the command line asks for."""
+    numerics = Numerics(precision=args.precision, matmul=args.matmul, attention=args.attention)
+    rows = args.batch if training else 1
+    return Engine(MODELS[args.model], numerics, micro_batch=rows, device=args.device, threads=args.threads, training=training)
+
+
 def train_step(engine: Engine, batch: Batch) -> float:
-    """One update with every head weighted equally; returns its seconds."""
+    """One update with every head weighted equally, to its loss and gradient norm on the host; returns its seconds."""
     heads = engine.config.mtp_heads
+    scale = 1 / heads / head_weight_sums(batch, heads)
     begin = time.perf_counter()
-    engine.micro_step(batch, 1 / heads / head_weight_sums(batch, heads))
+    engine.micro_step(batch, scale)
     engine.reduce()
     engine.update(AdamW(), 3e-4)
     return time.perf_counter() - begin
@@ -56,19 +68,18 @@ def train_step(engine: Engine, batch: Batch) -> float:
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """The median update."""
-    config, rng = MODELS[args.model], np.random.default_rng(0)
-    engine = Engine(config, Numerics(), micro_batch=args.batch, threads=args.threads)
+    config, rng, engine = MODELS[args.model], np.random.default_rng(0), open_engine(args)
     times = [train_step(engine, random_batch(rng, config, args.batch, args.seq)) for _ in range(args.warmup + args.steps)]
     seconds = statistics.median(times[args.warmup :])
     tokens_per_s = args.batch * args.seq / seconds
     flops = matmul_flops_per_token(config, args.seq)
-    return {"ms_per_step": seconds * 1e3, "tokens_per_s": tokens_per_s, "tflops": tokens_per_s * flops / 1e12}
+    figures = {"ms_per_step": seconds * 1e3, "tokens_per_s": tokens_per_s, "tflops": tokens_per_s * flops / 1e12}
+    return {"engine": engine.describe(), **figures, "peak_gb": engine.ops.used_bytes() / 1e9}
 
 
 def decode(args: argparse.Namespace) -> dict[str, Any]:
     """The median of one greedy token at batch 1, the cache filling as it goes."""
-    config = MODELS[args.model]
-    engine = Engine(config, Numerics(), micro_batch=1, threads=args.threads, training=False)
+    config, engine = MODELS[args.model], open_engine(args, training=False)
     cache, token, times = engine.cache(), np.zeros((1, 1), np.int32), []
     for _ in range(args.warmup + args.steps):
         if cache.length == config.context:
@@ -76,7 +87,7 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
         begin = time.perf_counter()
         token[0, 0] = engine.decode(token, cache)[0].argmax()
         times.append(time.perf_counter() - begin)
-    return {"ms_per_token": statistics.median(times[args.warmup :]) * 1e3}
+    return {"engine": engine.describe(), "ms_per_token": statistics.median(times[args.warmup :]) * 1e3}
 
 
 class TimedOps:
@@ -129,8 +140,7 @@ def ops(args: argparse.Namespace) -> dict[str, Any]:
     A product's ceiling is the large product's rate; any other operation's is the copy's, each of its arrays moved once.
     Arrays that stay in the processor's cache can pass it.
     """
-    config, rng = MODELS[args.model], np.random.default_rng(0)
-    engine = Engine(config, Numerics(), micro_batch=args.batch, threads=args.threads)
+    config, rng, engine = MODELS[args.model], np.random.default_rng(0), open_engine(args)
     recorder = TimedOps(engine.ops)
     engine.use_ops(recorder)
     steps: list[dict[str, tuple[float, int, int]]] = []
@@ -150,18 +160,74 @@ def ops(args: argparse.Namespace) -> dict[str, Any]:
     return {"copy_gb_per_s": gbytes_per_s, "matmul_gflops_per_s": gflops_per_s, "ops": ordered}
 
 
+def matmul(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds and TFLOP/s of each product of a model in bf16 on the GPU: forward, and both gradients.
+
+    By cuBLASLt's first candidate, by the one that timing chose, and by our own kernel, with its share of the chosen one's rate.
+    """
+    from kernels.cuda import cublaslt
+    from kernels.cuda.device import Device, to_bf16
+    from kernels.cuda.launch import BF16, FLOAT
+    from kernels.cuda.matmul import multiply_own
+
+    device, rows, results = Device(), args.batch * args.seq, {}
+    device.use_workspace(device.allocate(cublaslt.WORKSPACE_BYTES))
+    pattern = to_bf16(np.random.default_rng(0).standard_normal(2**20, np.float32))
+
+    def array(shape: tuple[int, int]) -> Any:
+        flat: Any = device.allocate(shape[0] * shape[1] * BF16.itemsize).view(BF16)
+        for start in range(0, flat.size, pattern.size):
+            device.upload(flat[start : start + pattern.size], pattern[: flat.size - start])
+        return flat.reshape(shape)
+
+    for name, (outputs, inputs) in linears(MODELS[args.model]).items():
+        inp, weight, dout = array((rows, inputs)), array((outputs, inputs)), array((rows, outputs))
+        dweight: Any = device.allocate(outputs * inputs * FLOAT.itemsize).view(FLOAT).reshape(outputs, inputs)
+        products = {
+            "forward": (dout, inp, weight, False, True, False),
+            "dinp": (inp, dout, weight, False, False, False),
+            "dweight": (dweight, dout, inp, True, False, True),
+        }
+        for kind, (out, a, b, *how) in products.items():
+            plan = cublaslt.plan(device, out, a, b, *how, "bf16")
+            works = [partial(plan.run, device, out, a, b, 0), partial(plan.run, device, out, a, b)]
+            works.append(partial(multiply_own, device, out, a, b, *how))
+            times = dict(zip(("first", "best", "own"), cublaslt.milliseconds(device, works), strict=True))
+            row: dict[str, Any] = {"shape": (*out.shape, a.size // out.shape[0]), "candidate": plan.chosen}
+            row |= {f"{which}_ms": round(ms, 4) for which, ms in times.items()}
+            row |= {f"{which}_tflops": round(2 * rows * outputs * inputs / ms / 1e9, 1) for which, ms in times.items()}
+            results[f"{name} {kind}"] = {**row, "own_of_best": round(times["best"] / times["own"], 3)}
+    return {"device": device.model, "cublaslt": cublaslt.version(), "products": results}
+
+
+def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the weights of a block's products, and of a prediction head's."""
+    names = ("qkv", "proj", "up", "down")
+    weights = {p.name: p.shape for p in parameter_table(config)}
+    found = {name: weights[f"blocks.0.{name}.weight"] for name in names}
+    return {name: (shape[0], shape[1]) for name, shape in found.items()} | {"head": (config.padded_vocab, config.dim)}
+
+
+MODES = {"train": train, "decode": decode, "ops": ops, "matmul": matmul}
+
+
 def main() -> None:
     """Run one mode and print its line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("train", "decode", "ops"))
-    parser.add_argument("--model", choices=MODELS, default="euler_1m")
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("--model", choices=MODELS, help="euler_1m; for matmul gpt2_124m")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
+    parser.add_argument("--matmul", choices=("cublaslt", "own"), default="cublaslt")
+    parser.add_argument("--attention", choices=("mma", "scalar"), default="mma")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     args = parser.parse_args()
-    row = {"device": "cpu", **vars(args), **{"train": train, "decode": decode, "ops": ops}[args.mode](args)}
+    args.model = args.model or ("gpt2_124m" if args.mode == "matmul" else "euler_1m")
+    row = {**vars(args), **MODES[args.mode](args)}
     print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 

@@ -35,7 +35,8 @@ def open_ops(device: str, numerics: Numerics, *, threads: int = 0, dtype: type[n
         from kernels.cuda import CudaOps
     except ImportError as error:
         raise ValueError(
-            f"runtime.device: a GPU needs CuPy and CUDA's libraries ({error}): python -m pip install -r requirements-cuda.lock; or set it to cpu"
+            f"runtime.device: a GPU needs CuPy and CUDA's libraries ({error}): "
+            "python -m pip install cupy-cuda13x -r requirements-cuda.lock; or set it to cpu"
         ) from None
     return CudaOps(numerics)
 
@@ -53,6 +54,6 @@ def gpu_visible() -> bool:
             continue
         count, status = ctypes.c_int(0), driver.cuInit(0)
         if status not in (0, NO_DEVICE):
-            raise ValueError(f"runtime.device: the NVIDIA driver does not start (cuInit gives {status}); mend it, or set it to cpu")
+            raise ValueError(f"runtime.device: the NVIDIA driver does not start (cuInit gives {status}); set it to cpu")
         return status == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
     return False

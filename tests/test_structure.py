@@ -266,7 +266,11 @@ def test_tests_are_no_packages() -> None:
 # A dependency that its lock lacks would be installed in whatever version the index has that day.
 @pytest.mark.parametrize(
     ("lock", "groups"),
-    [("requirements.lock", ("dependencies", "dev")), ("requirements-parity.lock", ("parity",)), ("requirements-cuda.lock", ("cuda",))],
+    [
+        ("requirements.lock", ("dependencies", "dev")),
+        ("requirements-parity.lock", ("parity",)),
+        ("requirements-cuda.lock", ("cuda",)),
+    ],
 )
 def test_lock_has_every_dependency(lock: str, groups: tuple[str, ...]) -> None:
     import tomllib

@@ -124,6 +124,10 @@ class CpuOps:
         """Memory of the machine."""
         return int(psutil.virtual_memory().total)
 
+    def used_bytes(self) -> int:
+        """Memory that this process holds."""
+        return int(psutil.Process().memory_info().rss)
+
     def allocate(self, size: int) -> Array:
         """`size` zeroed bytes that begin at a cache line."""
         memory = np.zeros(size + 64, np.uint8)

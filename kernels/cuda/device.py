@@ -91,6 +91,11 @@ class Device:
         """Free memory of the GPU."""
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
+    def used_bytes(self) -> int:
+        """Memory of the GPU that is in use, by the driver's own meter: all of this process, and of any other."""
+        free, total = cupy.cuda.runtime.memGetInfo()
+        return int(total - free)
+
     def use_workspace(self, workspace: Array) -> None:
         """Bytes that each operation may use while it runs."""
         self._workspace = workspace

@@ -49,7 +49,7 @@ def test_buffers_are_apart_and_counted(name: str, training: bool) -> None:
             assert not view.any(), f"{buffer.name} {layer} overlaps"
             assert (view.ctypes.data - memory.ctypes.data) % ALIGNMENT_BYTES == 0
             view[...] = 1
-            used += view.size * np.count_nonzero(np.ones(1, view.dtype).view(np.uint8))
+            used += view.size * int(np.count_nonzero(np.ones(1, view.dtype).view(np.uint8)))
     assert np.count_nonzero(memory) == used
 
 

@@ -1,0 +1,167 @@
+"""The whole engine on the GPU against the CPU's float64."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.batch import Batch, head_weight_sums
+from kernels.config import ModelConfig, Numerics
+from kernels.engine import AdamW, Engine
+from kernels.generation import Sampling, generate_batch
+from tests.compare import Array, Arrays, assert_same_bits
+from tests.cuda import gpu
+from tests.gradient_check import MODELS, make_problem
+
+pytestmark = pytest.mark.gpu
+
+# Sizes that tensor cores take, with documents and heads that are shared; and the odd ones of the gradient check.
+SIZES: dict[str, Any] = {"vocab_size": 300, "layers": 3, "dim": 128, "ffn": 256, "context": 150}
+LARGE = {
+    "euler": ModelConfig(**SIZES, heads=4, kv_heads=2, mtp_heads=3),
+    "gpt2": ModelConfig(
+        **SIZES, heads=2, kv_heads=2, norm="layernorm", position="learned", mlp="gelu", bias=True, tied_head=True
+    ),
+}
+CASES = [*(("odd", name) for name in MODELS), *(("large", name) for name in LARGE)]
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> None:
+    gpu()
+
+
+def engine_on_gpu(config: ModelConfig, weights: Arrays | None = None, **numerics: Any) -> Engine:
+    """An engine on the GPU with these weights, or the initial ones."""
+    engine = Engine(config, Numerics(**numerics), micro_batch=3, device="cuda")
+    if weights is not None:
+        engine.load(weights)
+    return engine
+
+
+def batch_of(config: ModelConfig, seed: int, rows: int = 3) -> Batch:
+    """Random tokens in documents, some targets unweighted."""
+    rng, shape = np.random.default_rng(seed), (rows, config.context)
+    tokens = rng.integers(config.vocab_size, size=(rows, config.context + 1), dtype=np.int32)
+    document = np.cumsum(rng.random(shape) < 0.02, axis=1, dtype=np.int32)
+    weight = (rng.random(shape) * (rng.random(shape) < 0.8)).astype(np.float32)
+    return Batch(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]), document, weight)
+
+
+def error(got: Array, expected: Array) -> float:
+    """The norm of the difference, relative to that of what was expected."""
+    return float(np.linalg.norm(got.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+def gradients(engine: Engine, batch: Batch, scale: Array) -> Arrays:
+    """Of one micro-step."""
+    engine.micro_step(batch, scale)
+    return engine.gradients()
+
+
+# Any kernel that computes something else than its CPU twin, and any array handed to the wrong one. A GPT-2 key bias has no
+# gradient by nature: the query's and value's rows of that tensor are what is compared.
+@pytest.mark.parametrize(("size", "name"), CASES)
+@pytest.mark.parametrize("numerics", [{}, {"recompute": "mlp"}, {"attention": "scalar"}, {"matmul": "own"}])
+def test_fp32_gradients(size: str, name: str, numerics: dict[str, Any]) -> None:
+    if size == "odd":
+        problem = make_problem(MODELS[name], seed=0)
+        config, batch, scale, oracle = MODELS[name], problem.batch, problem.head_scale, problem.engine
+    else:
+        config, batch = LARGE[name], batch_of(LARGE[name], seed=1)
+        scale = 1 / config.mtp_heads / head_weight_sums(batch, config.mtp_heads)
+        oracle = Engine(config, Numerics(), micro_batch=3, device="cpu", dtype=np.float64)
+    expected = gradients(oracle, batch, scale)
+    got = gradients(engine_on_gpu(config, oracle.weights(), **numerics), batch, scale)
+    errors = {tensor: error(got[tensor], expected[tensor]) for tensor in expected}
+    assert max(errors.values()) <= 1e-5, errors
+
+
+# bf16: the same against what the CPU makes of weights rounded to bf16. What rounding every activation costs is seen in tf32's
+# and fp32's place by the ratio of their units: 2^16 x the error of fp32, which stays below 1e-6, is 6e-2.
+@pytest.mark.parametrize(("size", "name"), CASES)
+@pytest.mark.parametrize("numerics", [{}, {"attention": "scalar"}, {"matmul": "own"}])
+def test_bf16_gradients(size: str, name: str, numerics: dict[str, Any]) -> None:
+    config = {"odd": MODELS, "large": LARGE}[size][name]
+    batch = batch_of(config, seed=1)
+    scale = 1 / config.mtp_heads / head_weight_sums(batch, config.mtp_heads)
+    oracle = Engine(config, Numerics(), micro_batch=3, device="cpu", dtype=np.float64)
+    expected = gradients(oracle, batch, scale)
+    got = gradients(engine_on_gpu(config, oracle.weights(), precision="bf16", **numerics), batch, scale)
+    errors = {tensor: error(got[tensor], expected[tensor]) for tensor in expected}
+    assert max(errors.values()) <= 6e-2, errors
+
+
+# A captured step that keeps an old learning rate, batch or loss weight; accumulation over micro-batches; a resumed run.
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("name", LARGE)
+def test_training_goes_on_bit_for_bit(name: str, precision: str) -> None:
+    config = LARGE[name]
+
+    def train(engine: Engine, steps: range) -> list[float]:
+        norms = []
+        for step in steps:
+            for part in range(2):
+                batch = batch_of(config, seed=2 * step + part, rows=3 - part)
+                engine.micro_step(batch, np.full(config.mtp_heads, 1e-3))
+            norms.append(engine.update(AdamW(), 1e-3 * (step + 1)).grad_norm)
+        return norms
+
+    whole, first = engine_on_gpu(config, precision=precision), engine_on_gpu(config, precision=precision)
+    norms = train(whole, range(6))
+    assert np.isfinite(norms).all()
+    assert train(first, range(3)) == norms[:3]
+    resumed = engine_on_gpu(config, precision=precision)
+    resumed.load_state(first.state())
+    assert train(resumed, range(3, 6)) == norms[3:]
+    assert_same_bits(resumed.state(), whole.state())
+
+
+# The update on the GPU: weights after three steps, and a loss sum that is not the step's own.
+@pytest.mark.parametrize("name", LARGE)
+def test_updates_are_the_cpus(name: str) -> None:
+    config, batch = LARGE[name], batch_of(LARGE[name], seed=3)
+    engines = engine_on_gpu(config), Engine(config, Numerics(), micro_batch=3, device="cpu")
+    scale = 1 / config.mtp_heads / head_weight_sums(batch, config.mtp_heads)
+    for _ in range(3):
+        for engine in engines:
+            engine.micro_step(batch, scale)
+        ours, cpus = (engine.update(AdamW(), 1e-3) for engine in engines)
+        assert error(ours.nll_sums, cpus.nll_sums) <= 1e-5
+        assert abs(ours.grad_norm / cpus.grad_norm - 1) <= 1e-4
+
+
+# A non-finite gradient must leave the model as it was and be named.
+def test_nonfinite_gradient() -> None:
+    config = LARGE["euler"]
+    engine = engine_on_gpu(config)
+    before = engine.state()
+    engine.micro_step(batch_of(config, 0), np.full(config.mtp_heads, np.inf))
+    assert not np.isfinite(engine.update(AdamW(), 1e-3).grad_norm)
+    assert_same_bits(engine.state(), before)
+    assert (engine.first_nonfinite() or "").startswith("gradient of ")
+
+
+# Losses of evaluation, and what is generated through the cache, token by token and from graphs.
+@pytest.mark.parametrize("name", LARGE)
+def test_evaluation_and_generation_are_the_cpus(name: str) -> None:
+    config, batch = LARGE[name], batch_of(LARGE[name], seed=5)
+    weights = Engine(config, Numerics(), micro_batch=3, device="cpu").weights()
+    weights = {key: 3 * value if value.ndim > 1 else value for key, value in weights.items()}
+    ours, cpus = engine_on_gpu(config, weights), Engine(config, Numerics(), micro_batch=3, device="cpu")
+    cpus.load(weights)
+    mine, theirs = ours.evaluate(batch), cpus.evaluate(batch)
+    assert error(mine.nll, theirs.nll.astype(np.float64)) <= 1e-5
+    assert (mine.correct != theirs.correct).mean() <= 1e-3
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11] * 40]
+    greedy = [generate_batch(engine, prompts, Sampling(temperature=0), max_tokens=60) for engine in (ours, cpus)]
+    assert greedy[0] == greedy[1]
+
+
+# Without training, one layer's activations are shared and no gradient is held.
+def test_inference_engine() -> None:
+    config = dataclasses.replace(LARGE["euler"], layers=2)
+    batch, full = batch_of(config, 1), engine_on_gpu(config)
+    lean = Engine(config, Numerics(), micro_batch=3, device="cuda", training=False)
+    assert np.array_equal(lean.evaluate(batch).nll, full.evaluate(batch).nll)
