@@ -9,9 +9,7 @@ _BACKWARD = Kernel("cross_entropy.cu", "cross_entropy_backward", _INSTANCES)
 _MAX_BLOCK, _VECTORS_A_THREAD = 1024, 2  # not tuned
 
 
-def cross_entropy_forward(
-    device: Device, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int
-) -> None:
+def cross_entropy_forward(device: Device, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int) -> None:
     """See kernels.cpu.cross_entropy.cross_entropy_forward.
 
     Cost: reads the logits once.
@@ -24,9 +22,7 @@ def cross_entropy_forward(
     )  # fmt: skip
 
 
-def cross_entropy_backward(
-    device: Device, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int
-) -> None:
+def cross_entropy_backward(device: Device, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int) -> None:
     """See kernels.cpu.cross_entropy.cross_entropy_backward.
 
     Cost: reads the logits from memory once, and from a cache once more; writes them once.

@@ -9,6 +9,7 @@
 // Work: a block owns a row. Nothing is sorted but a handful: each of the three cuts is a place in the ranking at which a running
 //       sum (of ones, or of probabilities) reaches a target. An element's rank is one integer, its code; the place is found bit
 //       by bit from the top, each bit by one sum over the row, until so few codes are left in question that a block can sort them.
+//       A row without a candidate (each logit -infinity or NaN) gives 0.
 // Precision: probabilities and their sums in fp64. Determinism: sums have a fixed order; the atomic counter only hands out places
 //            in an array that is sorted next.
 // Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p).
@@ -19,6 +20,8 @@ using Code = unsigned long long;
 
 constexpr int BLOCK = 1024;
 constexpr unsigned SIGN = 0x80000000u;
+constexpr Code NO_CODE = 0, FIRST_OF_ALL = ~NO_CODE;
+constexpr float NOTHING = -__builtin_huge_valf();
 
 struct Larger {
     Code operator()(Code a, Code b) const { return a > b ? a : b; }
@@ -36,22 +39,26 @@ inline float logit_of(Code code) {
     return __uint_as_float(key & SIGN ? key ^ SIGN : ~key);
 }
 
-// visit(logit, id) for the thread's part of the row.
+// visit(logit, id) for the thread's part of the row. A token whose logit is -infinity is no candidate: its probability is 0, and
+// no rounding may draw it.
 template <typename T, int SIZE, typename Visit>
 void over_row(const T* row, int vocab_size, Visit visit) {
     for (int i = threadIdx.x; i * SIZE < vocab_size; i += BLOCK) {
         const auto v = reinterpret_cast<const Vector<T, SIZE>*>(row)[i];  // padding fills the last vector
 #pragma unroll
-        for (int j = 0; j < SIZE; j++)
-            if (i * SIZE + j < vocab_size) visit(to_float(v.element[j]), i * SIZE + j);
+        for (int j = 0; j < SIZE; j++) {
+            const float x = to_float(v.element[j]);
+            if (i * SIZE + j < vocab_size && x > NOTHING) visit(x, i * SIZE + j);
+        }
     }
 }
 
+// The code of the likeliest, NO_CODE where there is no candidate.
 template <typename T, int SIZE>
 Code first_of(const T* row, int vocab_size) {
-    Code best = 0;
+    Code best = NO_CODE;
     over_row<T, SIZE>(row, vocab_size, [&](float x, int id) { best = Larger()(best, code_of(x, id)); });
-    return block_reduce(best, Larger(), Code(0));
+    return block_reduce(best, Larger(), NO_CODE);
 }
 
 // What an element adds to a running sum.
@@ -144,7 +151,7 @@ Code find(const T* row, int vocab_size, Code lowest, int count, double target, b
     const Code last = first + ((Code(2) << bit) - 1);  // all ones where no bit was decided
     first = max(first, lowest);
     __syncthreads();  // an earlier call's reads of the shared arrays are done
-    codes[threadIdx.x] = 0;  // ranks behind every element
+    codes[threadIdx.x] = NO_CODE;  // ranks behind every element
     if (threadIdx.x == 0) places = 0;
     __syncthreads();  // both are set before any place is taken
     over_row<T, SIZE>(row, vocab_size, [&](float x, int id) {
@@ -161,7 +168,7 @@ Code find(const T* row, int vocab_size, Code lowest, int count, double target, b
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(BLOCK) sampling_greedy(int* out, const T* logits, int width, int vocab_size) {
     const Code best = first_of<T, SIZE>(logits + (long long)blockIdx.x * width, vocab_size);
-    if (threadIdx.x == 0) out[blockIdx.x] = id_of(best);
+    if (threadIdx.x == 0) out[blockIdx.x] = best == NO_CODE ? 0 : id_of(best);
 }
 
 template <typename T, int SIZE>
@@ -169,10 +176,17 @@ __global__ void __launch_bounds__(BLOCK)
     sampling_draw(int* out, const T* logits, const double* uniform, int width, int vocab_size, double inverse_temperature, int top_k,
                   double top_p) {
     const T* row = logits + (long long)blockIdx.x * width;
-    const Probability probability = {logit_of(first_of<T, SIZE>(row, vocab_size)), inverse_temperature};
-    constexpr Code FIRST_OF_ALL = ~Code(0);
-    Code lowest = 0;
-    if (top_k > 0 && top_k < vocab_size) lowest = find<T, SIZE>(row, vocab_size, lowest, vocab_size, top_k, false, One());
+    const Code best = first_of<T, SIZE>(row, vocab_size);
+    if (best == NO_CODE) {  // the whole block
+        if (threadIdx.x == 0) out[blockIdx.x] = 0;
+        return;
+    }
+    const Probability probability = {logit_of(best), inverse_temperature};
+    Code lowest = NO_CODE;
+    if (top_k > 0 && top_k < vocab_size) {
+        const int candidates = total_between<T, SIZE>(row, vocab_size, lowest, FIRST_OF_ALL, One()).count;
+        if (top_k < candidates) lowest = find<T, SIZE>(row, vocab_size, lowest, candidates, top_k, false, One());
+    }
     Total kept = total_between<T, SIZE>(row, vocab_size, lowest, FIRST_OF_ALL, probability);
     if (top_p < 1.0) {
         lowest = find<T, SIZE>(row, vocab_size, lowest, kept.count, top_p * kept.sum, false, probability);
