@@ -7,8 +7,8 @@
 //
 // Layout: logits of T (rows, width), of which columns from vocab_size on take no part; uniform fp64 and out int32 (rows,).
 // Work: a block owns a row. Nothing is sorted but a handful: each of the three cuts is a place in the ranking at which a running
-//       sum (of ones, or of probabilities) reaches a target. An element's rank is one integer, its code; the place is found bit
-//       by bit from the top, each bit by one sum over the row, until so few codes are left in question that a block can sort them.
+//       sum (of ones, or of probabilities) reaches a target. An element's rank is one integer, its code; the place is found
+//       bit by bit from the top, each by one sum over the row, until a block can sort the few codes that are left in question.
 //       A row without a candidate (each logit -infinity or NaN) gives 0.
 // Precision: probabilities and their sums in fp64. Determinism: sums have a fixed order; the atomic counter only hands out places
 //            in an array that is sorted next.
@@ -21,7 +21,7 @@ using Code = unsigned long long;
 constexpr int BLOCK = 1024;
 constexpr unsigned SIGN = 0x80000000u;
 constexpr Code NO_CODE = 0, FIRST_OF_ALL = ~NO_CODE;
-constexpr float NOTHING = -__builtin_huge_valf();
+constexpr float LOWEST = -3.402823466e38f;  // the least number; -infinity and NaN do not reach it
 
 struct Larger {
     Code operator()(Code a, Code b) const { return a > b ? a : b; }
@@ -48,7 +48,7 @@ void over_row(const T* row, int vocab_size, Visit visit) {
 #pragma unroll
         for (int j = 0; j < SIZE; j++) {
             const float x = to_float(v.element[j]);
-            if (i * SIZE + j < vocab_size && x > NOTHING) visit(x, i * SIZE + j);
+            if (i * SIZE + j < vocab_size && x >= LOWEST) visit(x, i * SIZE + j);
         }
     }
 }
@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(BLOCK) sampling_greedy(int* out, const T* logi
 
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(BLOCK)
-    sampling_draw(int* out, const T* logits, const double* uniform, int width, int vocab_size, double inverse_temperature, int top_k,
-                  double top_p) {
+    sampling_draw(int* out, const T* logits, const double* uniform, int width, int vocab_size, double inverse_temperature,
+                  int top_k, double top_p) {
     const T* row = logits + (long long)blockIdx.x * width;
     const Code best = first_of<T, SIZE>(row, vocab_size);
     if (best == NO_CODE) {  // the whole block
