@@ -113,6 +113,9 @@ class CpuOps:
         """Do the work; a GPU records it under its key and then replays it."""
         work()
 
+    def synchronize(self) -> None:
+        """Wait for what was started: here nothing is left behind."""
+
     def forget(self, owner: int) -> None:
         """Drop what replay recorded for the object of that id; nothing here."""
 
