@@ -196,16 +196,16 @@ def matmul(args: argparse.Namespace) -> dict[str, Any]:
             "dweight": (dweight, dout, inp, True, False, True),
         }
         for kind, (out, a, b, *flags) in products.items():
-            how: Any = flags
-            plan = cublaslt.plan(device, out, a, b, *how, "bf16")
+            how: Any = *flags, "bf16"
+            plan = cublaslt.plan(device, out, a, b, *how)
             works = [partial(plan.run, device, out, a, b, 0), partial(plan.run, device, out, a, b)]
-            works.append(partial(multiply_own, device, out, a, b, *how))
+            works.append(partial(multiply_own, device, out, a, b, *flags))
             times = dict(zip(("first", "best", "own"), cublaslt.milliseconds(device, works), strict=True))
             row: dict[str, Any] = {"shape": (*out.shape, a.size // out.shape[0]), "candidate": plan.chosen}
             row |= {f"{which}_ms": round(ms, 4) for which, ms in times.items()}
             row |= {f"{which}_tflops": round(2 * rows * outputs * inputs / ms / 1e9, 1) for which, ms in times.items()}
             results[f"{name} {kind}"] = {**row, "own_of_best": round(times["best"] / times["own"], 3)}
-    return {"device": device.model, "cublaslt": cublaslt.version(), "products": results}
+    return {"device": device.model, "precision": "bf16", "cublaslt": cublaslt.version(), "products": results}
 
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -15,9 +15,9 @@ import ctypes
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import cupy
@@ -40,7 +40,7 @@ _TRANSPOSE_FIRST, _TRANSPOSE_SECOND = 3, 4
 _MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _REDUCE_IN_COMPUTE_TYPE = 2
 _CANDIDATES = 8
-_BYTES = (256, 16, 8, 4, 2)  # alignments of an address that are told apart
+_BYTES = (16, 8, 4, 2)  # alignments of an address that are told apart
 # A timing is the median of so many samples of about so long; the first candidate within the margin of the fastest is taken, so
 # that a near tie is not decided by noise.
 _SAMPLES, _SAMPLE_MS, _MOST_CALLS, _MARGIN = 5, 1.0, 50, 1.01
@@ -169,39 +169,10 @@ class Plan:
         times: list[float] = []
         target = _scratch(out) if self.product.accumulate else out
         if target is not None and len(self.candidates) > 1:
-            times = self.time(device, target, a, b, range(len(self.candidates)), out)
+            works = [partial(self.run, device, target, a, b, i, out) for i in range(len(self.candidates))]
+            times = milliseconds(device, works)
             self.chosen = next(i for i, ms in enumerate(times) if ms <= _MARGIN * min(times))
         _record(key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None})
-
-    def time(self, device: Device, out: Any, a: Any, b: Any, candidates: Sequence[int], addend: Any = None) -> list[float]:
-        """Milliseconds of each candidate: by events around a graph of many calls, so that the host's part does not count.
-
-        Samples are taken in turns, so that a change of clock meets all candidates.
-        """
-
-        def captured(candidate: int, calls: int) -> Any:
-            with device.stream:
-                device.stream.begin_capture()
-                for _ in range(calls):
-                    self.run(device, out, a, b, candidate, addend)
-                return device.stream.end_capture()
-
-        def sample(graph: Any) -> float:
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            begin.record(device.stream)
-            graph.launch(device.stream)
-            end.record(device.stream)
-            end.synchronize()
-            return float(cupy.cuda.get_elapsed_time(begin, end))
-
-        for candidate in candidates:  # loads the library's kernels, which a capture may not
-            self.run(device, out, a, b, candidate, addend)
-        single = [captured(candidate, 1) for candidate in candidates]
-        estimates = [min(sample(graph), sample(graph)) for graph in single]
-        calls = [min(_MOST_CALLS, max(1, round(_SAMPLE_MS / max(ms, 1e-3)))) for ms in estimates]
-        graphs = [captured(candidate, n) for candidate, n in zip(candidates, calls, strict=True)]
-        samples = [[sample(graph) / n for graph, n in zip(graphs, calls, strict=True)] for _ in range(_SAMPLES)]
-        return [statistics.median(one) for one in zip(*samples, strict=True)]
 
     def _offered(self) -> list[_Candidate]:
         lib, preference, count = _library(), c_void_p(), c_int()
@@ -222,6 +193,34 @@ class Plan:
         )  # fmt: skip
         lib.cublasLtMatmulPreferenceDestroy(preference)
         return [one for one in offered[: count.value] if status == 0 and one.status == 0]
+
+
+def milliseconds(device: Device, works: Sequence[Callable[[], None]]) -> list[float]:
+    """What each takes, in a graph of many of its calls, as the host's part must not count; sampled in turns, as clocks change."""
+
+    def captured(work: Callable[[], None], calls: int) -> Any:
+        with device.stream:
+            device.stream.begin_capture()
+            for _ in range(calls):
+                work()
+            return device.stream.end_capture()
+
+    def sample(graph: Any) -> float:
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record(device.stream)
+        graph.launch(device.stream)
+        end.record(device.stream)
+        end.synchronize()
+        return float(cupy.cuda.get_elapsed_time(begin, end))
+
+    for work in works:  # loads its kernels, which a capture may not
+        work()
+    single = [captured(work, 1) for work in works]
+    estimates = [min(sample(graph), sample(graph)) for graph in single]
+    calls = [min(_MOST_CALLS, max(1, round(_SAMPLE_MS / max(ms, 1e-3)))) for ms in estimates]
+    graphs = [captured(work, n) for work, n in zip(works, calls, strict=True)]
+    samples = [[sample(graph) / n for graph, n in zip(graphs, calls, strict=True)] for _ in range(_SAMPLES)]
+    return [statistics.median(one) for one in zip(*samples, strict=True)]
 
 
 def _scratch(like: Any) -> Any:
@@ -295,6 +294,6 @@ def _record(key: str, choice: dict[str, Any]) -> None:
     path = user_cache() / "cuda" / CHOICES
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps({**_recorded(), key: choice}, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps({**_recorded(), key: choice}, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)

@@ -41,11 +41,11 @@ def _multiply(
     if device.matmul == "cublaslt":
         cublaslt.multiply(device, out, a, b, transpose_a, transpose_b, accumulate, device.precision)
     else:
-        multiply_own(device, out, a, b, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate)
+        multiply_own(device, out, a, b, transpose_a, transpose_b, accumulate)
 
 
 def multiply_own(
-    device: Device, out: Any, a: Any, b: Any, *, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False
+    device: Device, out: Any, a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False
 ) -> None:
     """out (m, n) (+)= op(a) @ op(b) by our own kernel. Few rows take as long as a whole tile of them."""
     (m, n), k = out.shape, a.shape[0 if transpose_a else 1]

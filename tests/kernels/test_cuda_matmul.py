@@ -1,0 +1,192 @@
+"""The products of a linear layer on the GPU, by the library and by our own kernels, against float64 NumPy."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cases import MATMUL
+from tests.compare import UNIT, Array, Arrays, assert_same_bits, assert_within
+
+cupy = pytest.importorskip("cupy")
+
+from kernels.cuda import cublaslt  # noqa: E402
+from kernels.cuda.device import Device, from_bf16, to_bf16  # noqa: E402
+from kernels.cuda.launch import BF16, FLOAT  # noqa: E402
+from kernels.cuda.matmul import matmul_backward, matmul_forward  # noqa: E402
+
+# (rows, outputs, inputs). The last three copy 16 bytes at once, the last goes through two bands of tiles.
+SHAPES = (
+    *MATMUL, (7, 17, 1), (1, 130, 33), (17, 7, 257), (33, 257, 7), (130, 33, 130), (257, 130, 17), (130, 257, 33),
+    (136, 264, 40), (256, 128, 64), (2200, 136, 72),
+)  # fmt: skip
+PRECISIONS = ("fp32", "tf32", "bf16")
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Device:
+    """The GPU, with the library's workspace."""
+    try:
+        device = Device()
+    except ValueError as error:
+        pytest.skip(str(error))
+    device.use_workspace(device.allocate(cublaslt.WORKSPACE_BYTES))
+    return device
+
+
+@pytest.fixture(params=("own", "cublaslt"))
+def device(request: pytest.FixtureRequest, gpu: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
+    """With either backend; the library's choices of other tests and runs are not seen."""
+    gpu.matmul = request.param
+    monkeypatch.setattr(cublaslt, "user_cache", lambda: tmp_path)
+    cublaslt._PLANS.clear()
+    yield gpu
+    cublaslt._PLANS.clear()
+
+
+def inputs(shape: tuple[int, int, int], precision: str) -> Arrays:
+    """Random fp32 arrays, those that bf16 holds exactly where that is the precision; dweight_before is fp32 always."""
+    rows, outputs, width = shape
+    rng = np.random.default_rng([rows, outputs, width])
+    sizes = {"inp": (rows, width), "weight": (outputs, width), "dout": (rows, outputs), "dinp_before": (rows, width)}
+    arrays = {name: rng.standard_normal(size, np.float32) for name, size in sizes.items()}
+    if precision == "bf16":
+        arrays = {name: from_bf16(to_bf16(array)) for name, array in arrays.items()}
+    return {**arrays, "dweight_before": rng.standard_normal((outputs, width), np.float32)}
+
+
+class Case:
+    """The arrays on the GPU; every output that is overwritten holds NaN at first. `shift` elements into their memory."""
+
+    def __init__(self, device: Device, a: Arrays, precision: str, shift: int = 0) -> None:
+        self.device, self.storage = device, BF16 if precision == "bf16" else FLOAT
+        self.shift = shift
+        device.precision = precision
+        self.inp, self.weight, self.dout = (self.array(a[name]) for name in ("inp", "weight", "dout"))
+        self.out, self.dinp = self.array(a["dout"] * np.nan), self.array(a["inp"] * np.nan)
+        self.dinp_added = self.array(a["dinp_before"])
+        self.dweight, self.dweight_again = (self.array(a["dweight_before"], FLOAT) for _ in range(2))
+
+    def array(self, host: Array, dtype: np.dtype[Any] | None = None) -> Any:
+        """On the GPU, in the storage type or another."""
+        array = cupy.empty(host.size + self.shift, dtype or self.storage)[self.shift :].reshape(host.shape)
+        self.device.upload(array, host)
+        return array
+
+    def launch(self) -> None:
+        """All three products, dinp both ways."""
+        matmul_forward(self.device, self.out, self.inp, self.weight)
+        matmul_backward(self.device, self.dinp, self.dweight, self.dout, self.inp, self.weight)
+        matmul_backward(self.device, self.dinp_added, self.dweight_again, self.dout, self.inp, self.weight, add_dinp=True)
+
+    def results(self) -> Arrays:
+        """On the host, as fp32."""
+        names = ("out", "dinp", "dinp_added", "dweight", "dweight_again")
+        return {name: self.device.download(getattr(self, name)) for name in names}
+
+
+def run(device: Device, a: Arrays, precision: str, shift: int = 0) -> Arrays:
+    """One pass over arrays of its own."""
+    case = Case(device, a, precision, shift)
+    case.launch()
+    return case.results()
+
+
+def truncated(array: Array) -> Array:
+    """To 10 bits of mantissa, towards zero: the worst that a tf32 product may do to a factor."""
+    return (np.ascontiguousarray(array, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def products(a: Arrays, dtype: Any, precision: str = "") -> Arrays:
+    """The specification in NumPy, rounded to bf16 where that is what the storage holds."""
+    inp, weight, dout = (a[name].astype(dtype) for name in ("inp", "weight", "dout"))
+    dinp = dout @ weight
+    dweight = a["dweight_before"].astype(dtype) + dout.T @ inp
+    rounded = {"out": inp @ weight.T, "dinp": dinp, "dinp_added": a["dinp_before"].astype(dtype) + dinp}
+    if precision == "bf16":
+        rounded = {name: from_bf16(to_bf16(array)) for name, array in rounded.items()}
+    return {**rounded, "dweight": dweight, "dweight_again": dweight}
+
+
+def assert_products(got: Arrays, a: Arrays, precision: str) -> None:
+    """No further from float64 than twice a NumPy product of the same precision, thrice for dweight.
+
+    Both sum in fp32, in other orders, and a lucky baseline of few elements errs by nothing: a rounding a term is allowed anyway.
+    """
+    oracle = products(a, np.float64)
+    factors = {name: truncated(a[name]) for name in ("inp", "weight", "dout")} if precision == "tf32" else {}
+    baseline = products({**a, **factors}, np.float32, precision)
+    terms = products({name: np.abs(array) for name, array in a.items()}, np.float64)
+    for name, expected in oracle.items():
+        error = float(np.abs(baseline[name].astype(np.float64) - expected).max())
+        floor = UNIT[np.dtype(np.float32)] * float(terms[name].max())
+        factor = 3 if name.startswith("dweight") else 2
+        assert_within(name, got[name], expected, factor * max(error, floor))
+
+
+# A wrong fragment, tail, transposition or swizzle; an element left out, or added twice while candidates are timed.
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products(device: Device, shape: tuple[int, int, int], precision: str) -> None:
+    a = inputs(shape, precision)
+    first = run(device, a, precision)
+    assert_products(first, a, precision)
+    assert_same_bits({"again": first["dweight_again"]}, {"again": first["dweight"]})
+    assert_same_bits(run(device, a, precision), first)
+
+
+# A kernel, or an algorithm, that takes an address to be a multiple of 16 bytes which is not.
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("shift", [1, 2])
+def test_arrays_that_begin_anywhere(device: Device, precision: str, shift: int) -> None:
+    a = inputs((136, 264, 40), precision)
+    assert_products(run(device, a, precision, shift), a, precision)
+
+
+# A product that allocates, synchronizes or plans when a graph captures it, or does something else there.
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_in_a_graph(device: Device, precision: str) -> None:
+    a = inputs((136, 264, 40), precision)
+    expected, case = run(device, a, precision), Case(device, a, precision)
+    key = object()  # no other test's graph
+    for _ in range(3):  # launched, captured and replayed, replayed
+        device.upload(case.out, np.nan)
+        device.upload(case.dinp, np.nan)
+        device.upload(case.dinp_added, a["dinp_before"])
+        device.upload(case.dweight, a["dweight_before"])
+        device.upload(case.dweight_again, a["dweight_before"])
+        device.replay(key, case.launch)
+        assert_same_bits(case.results(), expected)
+
+
+# Another process that makes another choice computes other bits.
+@pytest.mark.gpu
+def test_choice_is_kept(gpu: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu.matmul = "cublaslt"
+    monkeypatch.setattr(cublaslt, "user_cache", lambda: tmp_path)
+    cublaslt._PLANS.clear()
+    a = inputs((256, 384, 512), "bf16")
+    first = run(gpu, a, "bf16")
+    chosen = {str(product): plan.chosen for product, plan in cublaslt._PLANS.items()}
+    recorded = json.loads((tmp_path / "cuda" / cublaslt.CHOICES).read_text(encoding="utf-8"))
+    assert {key.split("; ")[-1]: choice["candidate"] for key, choice in recorded.items()} == chosen
+    cublaslt._PLANS.clear()
+    monkeypatch.setattr(cublaslt, "milliseconds", None)  # not timed again
+    assert_same_bits(run(gpu, a, "bf16"), first)
+    cublaslt._PLANS.clear()
+
+
+# A missing library must say what to install.
+def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise RuntimeError(f"no {name}")
+
+    monkeypatch.setattr(cublaslt, "load_nvidia_dynamic_lib", missing)
+    with pytest.raises(ValueError, match=r"pip install nvidia-cublas"):
+        cublaslt._library.__wrapped__()
