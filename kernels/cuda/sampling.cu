@@ -20,7 +20,7 @@ using Code = unsigned long long;
 
 constexpr int BLOCK = 1024;
 constexpr unsigned SIGN = 0x80000000u;
-constexpr Code NO_CODE = 0, FIRST_OF_ALL = ~NO_CODE;
+constexpr Code NO_CODE = 0;
 constexpr float LOWEST = -3.402823466e38f;  // the least number; -infinity and NaN do not reach it
 
 struct Larger {
@@ -182,6 +182,7 @@ __global__ void __launch_bounds__(BLOCK)
         return;
     }
     const Probability probability = {logit_of(best), inverse_temperature};
+    constexpr Code FIRST_OF_ALL = ~NO_CODE;
     Code lowest = NO_CODE;
     if (top_k > 0 && top_k < vocab_size) {
         const int candidates = total_between<T, SIZE>(row, vocab_size, lowest, FIRST_OF_ALL, One()).count;
