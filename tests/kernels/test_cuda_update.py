@@ -1,0 +1,256 @@
+"""Loss, its gradient by the logits, the update and the draw on the GPU against the CPU's."""
+
+import math
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.cpu.adamw import adamw
+from kernels.cpu.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from kernels.cpu.grad_norm import grad_norm
+from kernels.cpu.sampling import sampling as cpu_sampling
+from kernels.cpu.weighted_sum import weighted_sum_forward
+from tests.cases import CROSS_ENTROPY, GRADIENTS
+from tests.compare import Array, Arrays, assert_same_bits, normal
+from tests.cuda import STORAGES, Gpu, Side, assert_calibrated_op, gpu, on_gpu, on_host, rounded
+
+pytestmark = pytest.mark.gpu
+
+storages = pytest.mark.parametrize("storage", STORAGES, ids=["fp32", "bf16"])
+
+# Rows without 16-byte vectors, a tail of the vocabulary in the last vector, and the sizes of models.
+VOCABULARIES = (*CROSS_ENTROPY, (3, 61, 61), (5, 509, 512), (4, 4096, 4096), (3, 50257, 50304), (2, 50304, 50304))
+
+
+def cross_entropy(side: Side, a: Arrays) -> Arrays:
+    """Both passes."""
+    rows, vocab_size = len(a["targets"]), int(a["vocab_size"])
+    logits, dlogits, targets = side.stored(a["logits"]), side.stored(a["logits"]), side.same(a["targets"])
+    nll, again = side.single(np.full(rows, np.nan)), side.single(np.full(rows, np.nan))
+    correct = side.same(np.arange(rows) % 2 == 0)
+    side(cross_entropy_forward, nll, correct, logits, targets, vocab_size=vocab_size)
+    side(cross_entropy_backward, dlogits, again, targets, side.single(a["weight"]), vocab_size=vocab_size)
+    return {"nll": nll, "correct": correct, "nll_again": again, "dlogits": dlogits}
+
+
+def cross_entropy_inputs(rows: int, vocab_size: int, padded: int, spread: float) -> Arrays:
+    """Every second target the likeliest token; rows of weight 0 first; NaN in the padding."""
+    rng = np.random.default_rng([rows, vocab_size])
+    logits = spread * normal(rng, rows, padded)
+    targets = rng.integers(vocab_size, size=rows, dtype=np.int32)
+    targets[::2] = logits[::2, :vocab_size].argmax(axis=1)
+    logits[:, vocab_size:] = np.nan
+    weight = np.abs(normal(rng, rows))
+    weight[: rows // 3] = 0
+    return {"logits": logits, "targets": targets, "weight": weight, "vocab_size": np.array(vocab_size)}
+
+
+# A tail that no thread reads, padding that takes part, a maximum that is rescaled by the wrong one, or a row that is written
+# before its target was read. Logits of 1e4: exp of an unshifted one overflows.
+@storages
+@pytest.mark.parametrize("spread", [3.0, 1e4])
+@pytest.mark.parametrize("shape", VOCABULARIES)
+def test_cross_entropy(shape: tuple[int, int, int], spread: float, storage: Any) -> None:
+    a = cross_entropy_inputs(*shape, spread)
+    size = 2 * float(np.abs(a["logits"][:, : shape[1]]).max())
+    scale = {"nll": size, "nll_again": size, "dlogits": float(a["weight"].max())}
+    assert_calibrated_op(cross_entropy, a, storage, single=("nll", "nll_again"), scale=scale)
+    side = Gpu(storage)
+    dlogits = side.host(cross_entropy(side, a)["dlogits"])
+    assert not dlogits[:, shape[1] :].any()
+    assert not dlogits[a["weight"] == 0].any()
+
+
+# The offset of a row as an int: 43,000 rows of 50,304 are more than 2^31 elements.
+@pytest.mark.slow
+def test_cross_entropy_past_2_to_31() -> None:
+    rows, width, vocab_size = 43_000, 50_304, 50_257
+    side = Gpu(STORAGES[1])
+    logits = side.device.allocate(rows * width * 2).view(np.uint16).reshape(rows, width)  # zeros: every token alike
+    targets, weight = side.same(np.full(rows, 7, np.int32)), side.single(np.ones(rows))
+    nll = side.single(np.full(rows, np.nan))
+    side(cross_entropy_backward, logits, nll, targets, weight, vocab_size=vocab_size)
+    np.testing.assert_allclose(side.host(nll), math.log(vocab_size), rtol=1e-6)
+    last = side.host(logits[-1:])[0]
+    assert last[7] == rounded(np.array([1 / vocab_size - 1]), STORAGES[1])[0]
+    np.testing.assert_allclose(last[8:vocab_size], 1 / vocab_size, rtol=2.0**-8)
+    assert not last[vocab_size:].any()
+
+
+# A sum that overwrites, one in fp32, a row left out, and 0 * NaN, which would hide the loss of all rows.
+@pytest.mark.parametrize("rows", [1, 31, 1024, 1025, 32768, 100_003])
+def test_weighted_sum(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    nll, weight = np.abs(normal(rng, rows)), np.abs(normal(rng, rows))
+    weight[rng.random(rows) < 0.2] = 0
+    exact = 2.5 + math.fsum(weight * nll)
+    nll[(weight == 0) & (rng.random(rows) < 0.5)] = np.nan
+    side, totals = Gpu(STORAGES[0]), []
+    for _ in range(2):
+        total = side.same(np.array(2.5))
+        side(weighted_sum_forward, total, side.single(nll), side.single(weight))
+        totals.append(side.host(total))
+    assert float(totals[0]) == pytest.approx(exact, rel=1e-14)
+    assert_same_bits({"total": totals[1]}, {"total": totals[0]})
+
+
+def norm_of(side: Side, a: Arrays) -> Arrays:
+    """The gradient's norm."""
+    norm = side.same(np.array(np.nan))
+    side(grad_norm, norm, side.single(a["grads"]))
+    return {"norm": norm}
+
+
+# The last, partial chunk left out, or its border counted twice.
+@pytest.mark.parametrize("size", [*GRADIENTS, 16383, 16384, 16385, 1_000_003])
+def test_grad_norm(size: int) -> None:
+    a = {"grads": normal(np.random.default_rng(size), size)}
+    assert_calibrated_op(norm_of, a, STORAGES[0], single=("norm",))
+
+
+# A NaN or an infinity that the sum loses, in a whole chunk and in the last, would let the update spoil every parameter.
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize("place", [7777, 19_999])
+def test_what_is_not_finite_shows(value: float, place: int) -> None:
+    grads = np.ones(20_000)
+    grads[place] = value
+    side = Gpu(STORAGES[0])
+    assert not np.isfinite(side.host(norm_of(side, {"grads": grads})["norm"]))
+
+
+CONSTANTS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def update_inputs(run: int, runs: int) -> Arrays:
+    """Three gradients; every second run decays."""
+    rng, size = np.random.default_rng([run, runs]), run * runs
+    grads = {f"grads{step}": normal(rng, size) for step in (1, 2, 3)}
+    return {"params": normal(rng, size), "decays": np.arange(runs) % 2 == 0, **grads}
+
+
+def updates(side: Side, a: Arrays, grad_clip: float, copies: bool = True) -> Arrays:
+    """Three updates from the start."""
+    size = a["params"].size
+    params, exp_avg, exp_avg_sq = side.single(a["params"]), side.single(np.zeros(size)), side.single(np.zeros(size))
+    copy = side.stored(np.full(size, np.nan)) if copies else None
+    decays, lr = side.same(a["decays"]), side.same(np.array(1e-2))
+    for step in (1, 2, 3):
+        grads, norm = side.single(a[f"grads{step}"]), side.same(np.array(1.5 * step))
+        side(
+            adamw, params, exp_avg, exp_avg_sq, grads, copy, decays, norm, lr, side.same(np.array(step, np.int64)),
+            **CONSTANTS, grad_clip=grad_clip,
+        )  # fmt: skip
+    result = {"params": params, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grads": grads}
+    return result if copy is None else {**result, "copy": copy}
+
+
+# Runs without vectors; more elements than the grid has threads; a bias correction in fp32, a decay or a clip of the wrong
+# element, a gradient that stays.
+@storages
+@pytest.mark.parametrize("grad_clip", [0.0, 2.0])
+@pytest.mark.parametrize("shape", [(64, 9), (1, 7), (6, 11), (64, 40_000)])
+def test_adamw(shape: tuple[int, int], grad_clip: float, storage: Any) -> None:
+    a = update_inputs(*shape)
+    single = ("params", "exp_avg", "exp_avg_sq")
+    assert_calibrated_op(lambda side, arrays: updates(side, arrays, grad_clip), a, storage, single=single, exact=("grads",))
+
+
+# Weights as products read them that are not the parameters' rounding; an update that depends on whether there are any.
+@storages
+def test_adamw_copy(storage: Any) -> None:
+    a, side = update_inputs(64, 9), Gpu(storage)
+    got = on_host(side, updates(side, a, 1.0))
+    np.testing.assert_array_equal(got.pop("copy"), rounded(got["params"], storage))
+    assert_same_bits(on_host(side, updates(side, a, 1.0, copies=False)), got)
+
+
+# One update by a gradient that overflowed spoils every parameter; one that clears it hides the tensor at fault.
+@storages
+@pytest.mark.parametrize("norm", [np.nan, np.inf])
+def test_adamw_changes_nothing_where_the_norm_is_not_finite(norm: float, storage: Any) -> None:
+    rng, side = np.random.default_rng(0), Gpu(storage)
+    names = ("params", "exp_avg", "exp_avg_sq", "grads")
+    arrays = {**{name: side.single(normal(rng, 640)) for name in names}, "copy": side.stored(normal(rng, 640))}
+    before = on_host(side, arrays)
+    scalars = (side.same(np.ones(10, np.bool_)), side.same(np.array(norm)), side.same(np.array(1e-2)))
+    side(adamw, *arrays.values(), *scalars, side.same(np.array(1, np.int64)), **CONSTANTS, grad_clip=1.0)
+    assert_same_bits(on_host(side, arrays), before)
+
+
+def draw(logits: Array, uniform: Array, storage: Any, vocab_size: int, **settings: Any) -> Array:
+    """The GPU's tokens, the same twice."""
+    from kernels.cuda.sampling import sampling
+
+    device = gpu()
+    on_device, draws = on_gpu(device, logits, storage), on_gpu(device, uniform, np.float64)
+    tokens = []
+    for _ in range(2):
+        out = on_gpu(device, np.full(len(logits), -1), np.int32)
+        sampling(device, out, on_device, draws, vocab_size=vocab_size, **settings)
+        tokens.append(device.download(out))
+    np.testing.assert_array_equal(tokens[1], tokens[0])
+    return tokens[0]
+
+
+def rows_of_logits(vocab_size: int, width: int, storage: Any) -> Array:
+    """As of a model; with many ties; all equal; with banned tokens and zeros of either sign. The padding is the likeliest."""
+    rng = np.random.default_rng(vocab_size)
+    logits = 3 * normal(rng, 4, width)
+    logits[1] = np.round(logits[1])
+    logits[2] = 0.25
+    logits[3, rng.random(width) < 0.4] = 0.0
+    logits[3, rng.random(width) < 0.2] = -0.0
+    logits[3, 1:][rng.random(width - 1) < 0.3] = -np.inf
+    logits[:, vocab_size:] = 1e9
+    return rounded(logits, storage)
+
+
+# A rank that ignores the id among equals, a prefix off by one, padding that is drawn, a cut that forgets the one before it.
+@storages
+@pytest.mark.parametrize(
+    ("vocab_size", "width"), [(1, 1), (7, 8), (61, 128), (1024, 1024), (1025, 1032), (5003, 5003), (50257, 50304)]
+)
+def test_sampling_is_the_cpus(vocab_size: int, width: int, storage: Any) -> None:
+    logits, rng = rows_of_logits(vocab_size, width, storage), np.random.default_rng(0)
+    for temperature, top_k, top_p in product((0.0, 0.5, 1.0, 3.0), (0, 1, 5, 1024, 2000), (1.0, 0.9, 0.3, 1e-9)):
+        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        uniform = rng.random(4) * (rng.random(4) < 0.9)  # sometimes 0, the first border
+        expected = np.full(4, -1, np.int32)
+        cpu_sampling(expected, logits[:, :vocab_size], uniform, **settings)
+        got = draw(logits, uniform, storage, vocab_size, **settings)
+        np.testing.assert_array_equal(got, expected, err_msg=f"{settings} {uniform}")
+
+
+# A token that is banned has no probability, whatever rounding does at the end of the distribution.
+@storages
+def test_sampling_never_draws_what_is_banned(storage: Any) -> None:
+    rng = np.random.default_rng(1)
+    logits = normal(rng, 64, 3000)
+    banned = np.asarray(rng.random(logits.shape) < 0.5)
+    logits[banned] = -np.inf
+    tokens = draw(logits, np.full(64, 1 - 2.0**-53), storage, 3000, temperature=1.0, top_k=0, top_p=1.0)
+    assert not banned[np.arange(64), tokens].any()
+
+
+# A draw that is baked into the graph would repeat for ever.
+@storages
+def test_sampling_in_a_graph(storage: Any) -> None:
+    from kernels.cuda.sampling import sampling
+
+    device, vocab_size, width = gpu(), 5003, 5008
+    logits = rows_of_logits(vocab_size, width, storage)
+    on_device, uniform = on_gpu(device, logits, storage), on_gpu(device, np.zeros(4), np.float64)
+    out = on_gpu(device, np.zeros(4), np.int32)
+    settings: dict[str, Any] = {"temperature": 0.8, "top_k": 0, "top_p": 0.95}
+    for seed in range(4):
+        host = np.random.default_rng(seed).random(4)
+        device.upload(uniform, host)
+        device.replay(
+            ("test_sampling_in_a_graph", id(out)),
+            lambda: sampling(device, out, on_device, uniform, vocab_size=vocab_size, **settings),
+        )
+        expected = np.empty(4, np.int32)
+        cpu_sampling(expected, logits[:, :vocab_size], host, **settings)
+        np.testing.assert_array_equal(device.download(out), expected)
