@@ -1,7 +1,8 @@
 """The products of a linear layer on the GPU, by the library and by our own kernels, against float64 NumPy."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ SHAPES = (
     *MATMUL, (7, 17, 1), (1, 130, 33), (17, 7, 257), (33, 257, 7), (130, 33, 130), (257, 130, 17), (130, 257, 33),
     (136, 264, 40), (256, 128, 64), (2200, 136, 72),
 )  # fmt: skip
+# Terms that a tensor core adds at once, at least, before it rounds.
+CORE_TERMS = 8
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
@@ -100,29 +103,40 @@ def truncated(array: Array) -> Array:
     return (np.ascontiguousarray(array, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-def products(a: Arrays, dtype: Any, precision: str = "") -> Arrays:
-    """The specification in NumPy, rounded to bf16 where that is what the storage holds."""
+def summed(a: Array, b: Array, terms: int) -> Array:
+    """a @ b in fp32, over k in order, `terms` at a time; each sum to nearest, or of several terms towards zero, as tensor cores do."""
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for k in range(0, a.shape[1], terms):
+        exact = total + a[:, k : k + terms].astype(np.float64) @ b[k : k + terms].astype(np.float64)
+        total = exact.astype(np.float32)
+        if terms > 1:
+            total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total, np.float32(0)), total)
+    return total
+
+
+def products(a: Arrays, multiply: Callable[[Array, Array], Array], dtype: Any) -> Arrays:
+    """The specification in NumPy."""
     inp, weight, dout = (a[name].astype(dtype) for name in ("inp", "weight", "dout"))
-    dinp = dout @ weight
-    dweight = a["dweight_before"].astype(dtype) + dout.T @ inp
-    rounded = {"out": inp @ weight.T, "dinp": dinp, "dinp_added": a["dinp_before"].astype(dtype) + dinp}
-    if precision == "bf16":
-        rounded = {name: from_bf16(to_bf16(array)) for name, array in rounded.items()}
-    return {**rounded, "dweight": dweight, "dweight_again": dweight}
+    dinp = multiply(dout, weight)
+    dweight = a["dweight_before"].astype(dtype) + multiply(dout.T, inp)
+    added = a["dinp_before"].astype(dtype) + dinp
+    return {"out": multiply(inp, weight.T), "dinp": dinp, "dinp_added": added, "dweight": dweight, "dweight_again": dweight}
 
 
 def assert_products(got: Arrays, a: Arrays, precision: str) -> None:
-    """No further from float64 than twice a NumPy product of the same precision, thrice for dweight.
+    """No further from float64 than twice a NumPy product with the same roundings, thrice for dweight.
 
-    Both sum in fp32, in other orders, and a lucky baseline of few elements errs by nothing: a rounding a term is allowed anyway.
+    A lucky baseline of few elements errs by nothing, so a rounding a term is allowed anyway.
     """
-    oracle = products(a, np.float64)
+    oracle = products(a, np.matmul, np.float64)
     factors = {name: truncated(a[name]) for name in ("inp", "weight", "dout")} if precision == "tf32" else {}
-    baseline = products({**a, **factors}, np.float32, precision)
-    terms = products({name: np.abs(array) for name, array in a.items()}, np.float64)
+    baseline = products({**a, **factors}, partial(summed, terms=1 if precision == "fp32" else CORE_TERMS), np.float32)
+    if precision == "bf16":
+        baseline |= {name: from_bf16(to_bf16(baseline[name])) for name in ("out", "dinp", "dinp_added")}
+    magnitude = products({name: np.abs(array) for name, array in a.items()}, np.matmul, np.float64)
     for name, expected in oracle.items():
         error = float(np.abs(baseline[name].astype(np.float64) - expected).max())
-        floor = UNIT[np.dtype(np.float32)] * float(terms[name].max())
+        floor = UNIT[np.dtype(np.float32)] * float(magnitude[name].max())
         factor = 3 if name.startswith("dweight") else 2
         assert_within(name, got[name], expected, factor * max(error, floor))
 
