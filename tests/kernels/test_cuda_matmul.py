@@ -104,7 +104,7 @@ def truncated(array: Array) -> Array:
 
 
 def summed(a: Array, b: Array, terms: int) -> Array:
-    """a @ b in fp32, over k in order, `terms` at a time; each sum to nearest, or of several terms towards zero, as tensor cores do."""
+    """a @ b in fp32, over k in order, `terms` at a time: one to nearest, several towards zero, as tensor cores do."""
     total = np.zeros((a.shape[0], b.shape[1]), np.float32)
     for k in range(0, a.shape[1], terms):
         exact = total + a[:, k : k + terms].astype(np.float64) @ b[k : k + terms].astype(np.float64)
