@@ -2,37 +2,29 @@
 
 from kernels.cuda.columns import add_rows
 from kernels.cuda.device import Device
-from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
+from kernels.cuda.launch import FLOAT, Array, Kernel
+from kernels.cuda.rows import BACKWARD, FORWARD, persistent_blocks, row_launch, row_templates
 
-_TYPES = ((FLOAT,), (BF16,))
-_FORWARD = Kernel("rmsnorm.cu", "rmsnorm_forward", _TYPES)
-_RESIDUAL_FORWARD = Kernel("rmsnorm.cu", "residual_rmsnorm_forward", _TYPES)
-_BACKWARD = Kernel("rmsnorm.cu", "rmsnorm_backward", _TYPES)
-_BLOCK = 256  # not tuned
-_BLOCKS_A_PROCESSOR = 4  # of the backward pass: rows of partial sums; not tuned
+_FORWARD = Kernel("rmsnorm.cu", "rmsnorm_forward", row_templates(FORWARD))
+_BACKWARD = Kernel("rmsnorm.cu", "rmsnorm_backward", row_templates(BACKWARD))
 
 
 def rmsnorm_forward(device: Device, out: Array, rstd: Array, inp: Array, weight: Array, *, eps: float) -> None:
-    """See kernels.cpu.rmsnorm.rmsnorm_forward."""
-    rows, dim = inp.shape
-    device.launch(_FORWARD, (inp.dtype,), rows, _BLOCK, out=out, rstd=rstd, inp=inp, weight=weight, dim=dim, eps=eps)
+    """See kernels.cpu.rmsnorm.rmsnorm_forward. Reads and writes each activation once; a row has at most 8192 elements."""
+    _forward(device, None, out, rstd, None, inp, weight, eps)
 
 
 def residual_rmsnorm_forward(
     device: Device, residual_out: Array, out: Array, rstd: Array, residual: Array, branch: Array, weight: Array, *, eps: float
 ) -> None:
-    """See kernels.cpu.rmsnorm.residual_rmsnorm_forward."""
-    rows, dim = branch.shape
-    device.launch(
-        _RESIDUAL_FORWARD, (branch.dtype,), rows, _BLOCK,
-        residual_out=residual_out, out=out, rstd=rstd, residual=residual, branch=branch, weight=weight, dim=dim, eps=eps,
-    )  # fmt: skip
+    """See kernels.cpu.rmsnorm.residual_rmsnorm_forward. The sum is rounded before it is normalised."""
+    _forward(device, residual_out, out, rstd, residual, branch, weight, eps)
 
 
 def rmsnorm_backward(
     device: Device, dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, rstd: Array
 ) -> None:
-    """See kernels.cpu.rmsnorm.rmsnorm_backward."""
+    """See kernels.cpu.rmsnorm.rmsnorm_backward. Workspace: at most 16 rows of fp32 a processor."""
     _backward(device, dinp, dweight, None, dout, inp, weight, rstd)
 
 
@@ -40,18 +32,31 @@ def residual_rmsnorm_backward(
     device: Device, dinp: Array, dweight: Array, dresidual_out: Array, dout: Array, residual_out: Array, weight: Array,
     rstd: Array,
 ) -> None:  # fmt: skip
-    """See kernels.cpu.rmsnorm.residual_rmsnorm_backward."""
+    """See kernels.cpu.rmsnorm.residual_rmsnorm_backward. Workspace: as rmsnorm_backward's."""
     _backward(device, dinp, dweight, dresidual_out, dout, residual_out, weight, rstd)
+
+
+def _forward(
+    device: Device, residual_out: Array | None, out: Array, rstd: Array, residual: Array | None, inp: Array, weight: Array,
+    eps: float,
+) -> None:  # fmt: skip
+    rows, dim = inp.shape
+    template, block = row_launch(FORWARD, inp, residual_out, out, residual, weight)
+    device.launch(
+        _FORWARD, template, -(-rows // block[1]), block,
+        residual_out=residual_out, out=out, rstd=rstd, residual=residual, inp=inp, weight=weight, rows=rows, dim=dim, eps=eps,
+    )  # fmt: skip
 
 
 def _backward(
     device: Device, dinp: Array, dweight: Array, dresidual: Array | None, dout: Array, inp: Array, weight: Array, rstd: Array
 ) -> None:
     rows, dim = inp.shape
-    blocks = min(rows, _BLOCKS_A_PROCESSOR * device.processors)
+    template, block = row_launch(BACKWARD, inp, dinp, dresidual, dout, weight)
+    blocks = persistent_blocks(device.processors, rows, block)
     (partial,) = device.workspace(((blocks, dim), FLOAT))
     device.launch(
-        _BACKWARD, (inp.dtype,), blocks, _BLOCK, shared_bytes=4 * dim,
+        _BACKWARD, template, blocks, block, shared_bytes=4 * dim * block[1] if block[1] > 1 else 0,
         dinp=dinp, partial=partial, dresidual=dresidual, dout=dout, inp=inp, weight=weight, rstd=rstd, rows=rows, dim=dim,
     )  # fmt: skip
     add_rows(device, dweight, partial)

@@ -1,0 +1,57 @@
+// GELU in the tanh form that GPT-2 was trained with, written with a sigmoid.
+//
+//     z = 2 sqrt(2 / pi) (x + 0.044715 x^3)             s = sigmoid(z)
+//     out  = x * s
+//     dinp = dout * (s + x * s * (1 - s) * z')          z' = 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
+//
+// Layout: any number of elements of T, in order. Work: a thread owns two vectors of SIZE elements, a block's width apart.
+// Precision: fp32 arithmetic, the exponential and the quotient to a few units of fp32, one rounding to T at the store.
+// Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
+
+#include "vectors.cuh"
+
+constexpr int VECTORS = 2;  // loads under way in a thread; not tuned
+constexpr float SCALE = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+constexpr float CUBIC = 0.044715f;
+
+// exp(-z) is infinite from z = -89 on, and the quotient then 0, as it should be.
+inline float sigmoid_of_cubic(float x) { return __fdividef(1.0f, 1.0f + __expf(-SCALE * (x + CUBIC * x * x * x))); }
+
+// count: of vectors, below 2^32; elements beyond 2^31 are reached by long long.
+template <typename T, int SIZE>
+__global__ void __launch_bounds__(256) gelu_forward(T* out, const T* inp, unsigned count) {
+    const unsigned first = blockIdx.x * blockDim.x * VECTORS + threadIdx.x;
+    Packed<T, SIZE> x[VECTORS];
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        if (first + v * blockDim.x < count) x[v].load(inp + (long long)(first + v * blockDim.x) * SIZE);
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        if (first + v * blockDim.x >= count) return;
+        x[v].set([&](int j) { return x[v](j) * sigmoid_of_cubic(x[v](j)); });
+        x[v].store(out + (long long)(first + v * blockDim.x) * SIZE);
+    }
+}
+
+// dinp may be dout: a thread reads its elements before it writes them.
+template <typename T, int SIZE>
+__global__ void __launch_bounds__(256) gelu_backward(T* dinp, const T* dout, const T* inp, unsigned count) {
+    const unsigned first = blockIdx.x * blockDim.x * VECTORS + threadIdx.x;
+    Packed<T, SIZE> x[VECTORS], d[VECTORS];
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+        if (first + v * blockDim.x < count) {
+            x[v].load(inp + (long long)(first + v * blockDim.x) * SIZE);
+            d[v].load(dout + (long long)(first + v * blockDim.x) * SIZE);
+        }
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        if (first + v * blockDim.x >= count) return;
+        d[v].set([&](int j) {
+            const float value = x[v](j), s = sigmoid_of_cubic(value);
+            const float slope = SCALE * (1.0f + 3.0f * CUBIC * value * value);
+            return d[v](j) * (s + value * s * (1.0f - s) * slope);
+        });
+        d[v].store(dinp + (long long)(first + v * blockDim.x) * SIZE);
+    }
+}

@@ -1,0 +1,29 @@
+"""Launchers of gelu.cu; the mathematics and the contracts are those of kernels.cpu.gelu."""
+
+from typing import Any
+
+from kernels.cuda.device import Device
+from kernels.cuda.launch import Array, Kernel
+from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
+
+_FORWARD = Kernel("gelu.cu", "gelu_forward", VECTOR_TEMPLATES)
+_BACKWARD = Kernel("gelu.cu", "gelu_backward", VECTOR_TEMPLATES)
+_BLOCK = 256  # not tuned
+_VECTORS = 2  # a thread's, as gelu.cu has it
+
+
+def gelu_forward(device: Device, out: Array, inp: Array) -> None:
+    """See kernels.cpu.gelu.gelu_forward. Reads and writes each element once."""
+    _launch(device, _FORWARD, out=out, inp=inp)
+
+
+def gelu_backward(device: Device, dinp: Array, dout: Array, inp: Array) -> None:
+    """See kernels.cpu.gelu.gelu_backward. Reads two and writes one element for each."""
+    _launch(device, _BACKWARD, dinp=dinp, dout=dout, inp=inp)
+
+
+def _launch(device: Device, kernel: Kernel, **arrays: Any) -> None:
+    inp = arrays["inp"]
+    size = vector_size(inp.size, *arrays.values())
+    count = inp.size // size
+    device.launch(kernel, (inp.dtype, size), -(-count // (_BLOCK * _VECTORS)), _BLOCK, count=count, **arrays)

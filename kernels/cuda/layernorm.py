@@ -1,0 +1,68 @@
+"""Launchers of layernorm.cu; the mathematics and the contracts are those of kernels.cpu.layernorm."""
+
+from kernels.cuda.columns import add_rows
+from kernels.cuda.device import Device
+from kernels.cuda.launch import FLOAT, Array, Kernel
+from kernels.cuda.rows import BACKWARD, FORWARD, persistent_blocks, row_launch, row_templates
+
+_FORWARD = Kernel("layernorm.cu", "layernorm_forward", row_templates(FORWARD))
+_BACKWARD = Kernel("layernorm.cu", "layernorm_backward", row_templates(BACKWARD))
+
+
+def layernorm_forward(
+    device: Device, out: Array, mean: Array, rstd: Array, inp: Array, weight: Array, bias: Array, *, eps: float
+) -> None:
+    """See kernels.cpu.layernorm.layernorm_forward. Reads and writes each activation once; a row has at most 8192 elements."""
+    _forward(device, None, out, mean, rstd, None, inp, weight, bias, eps)
+
+
+def residual_layernorm_forward(
+    device: Device, residual_out: Array, out: Array, mean: Array, rstd: Array, residual: Array, branch: Array, weight: Array,
+    bias: Array, *, eps: float,
+) -> None:  # fmt: skip
+    """See kernels.cpu.layernorm.residual_layernorm_forward. The sum is rounded before it is normalised."""
+    _forward(device, residual_out, out, mean, rstd, residual, branch, weight, bias, eps)
+
+
+def layernorm_backward(
+    device: Device, dinp: Array, dweight: Array, dbias: Array, dout: Array, inp: Array, weight: Array, mean: Array, rstd: Array
+) -> None:
+    """See kernels.cpu.layernorm.layernorm_backward. Workspace: at most 32 rows of fp32 a processor."""
+    _backward(device, dinp, dweight, dbias, None, dout, inp, weight, mean, rstd)
+
+
+def residual_layernorm_backward(
+    device: Device, dinp: Array, dweight: Array, dbias: Array, dresidual_out: Array, dout: Array, residual_out: Array,
+    weight: Array, mean: Array, rstd: Array,
+) -> None:  # fmt: skip
+    """See kernels.cpu.layernorm.residual_layernorm_backward. Workspace: as layernorm_backward's."""
+    _backward(device, dinp, dweight, dbias, dresidual_out, dout, residual_out, weight, mean, rstd)
+
+
+def _forward(
+    device: Device, residual_out: Array | None, out: Array, mean: Array, rstd: Array, residual: Array | None, inp: Array,
+    weight: Array, bias: Array, eps: float,
+) -> None:  # fmt: skip
+    rows, dim = inp.shape
+    template, block = row_launch(FORWARD, inp, residual_out, out, residual, weight, bias)
+    device.launch(
+        _FORWARD, template, -(-rows // block[1]), block,
+        residual_out=residual_out, out=out, mean=mean, rstd=rstd, residual=residual, inp=inp, weight=weight, bias=bias,
+        rows=rows, dim=dim, eps=eps,
+    )  # fmt: skip
+
+
+def _backward(
+    device: Device, dinp: Array, dweight: Array, dbias: Array, dresidual: Array | None, dout: Array, inp: Array, weight: Array,
+    mean: Array, rstd: Array,
+) -> None:  # fmt: skip
+    rows, dim = inp.shape
+    template, block = row_launch(BACKWARD, inp, dinp, dresidual, dout, weight)
+    blocks = persistent_blocks(device.processors, rows, block)
+    partial_weight, partial_bias = device.workspace(((blocks, dim), FLOAT), ((blocks, dim), FLOAT))
+    device.launch(
+        _BACKWARD, template, blocks, block, shared_bytes=4 * dim * block[1] if block[1] > 1 else 0,
+        dinp=dinp, partial_weight=partial_weight, partial_bias=partial_bias, dresidual=dresidual, dout=dout, inp=inp,
+        weight=weight, mean=mean, rstd=rstd, rows=rows, dim=dim,
+    )  # fmt: skip
+    add_rows(device, dweight, partial_weight, dbias, partial_bias)

@@ -1,0 +1,57 @@
+// SIZE neighbouring elements that one instruction loads and stores, at an address that is a multiple of their bytes: the launcher
+// picks SIZE so (kernels/cuda/vectors.py).
+#pragma once
+
+#include "reduce.cuh"
+
+inline unsigned pack(float lower, float upper) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(lower, upper);
+    return *reinterpret_cast<const unsigned*>(&both);
+}
+
+// Held as 32-bit words, two elements of bf16 to each, the first in the lower half: unpacking is a shift or a mask. (Of a struct of
+// bf16 the compiler at times holds each element in a register of its own.)
+template <typename T, int SIZE>
+struct Packed {
+    static constexpr int BYTES = SIZE * sizeof(T), WORDS = BYTES < sizeof(unsigned) ? 1 : BYTES / sizeof(unsigned);
+    static_assert(BYTES == 16 || SIZE == 1);
+    unsigned word[WORDS];
+
+    float operator()(int j) const {
+        if constexpr (sizeof(T) == sizeof(float)) return __uint_as_float(word[j]);
+        else return __uint_as_float(j % 2 ? word[j / 2] & 0xffff0000u : word[j / 2] << 16);
+    }
+
+    // Set each element j to of(j), rounded to T.
+    template <typename F>
+    void set(F of) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) {
+            if constexpr (sizeof(T) == sizeof(float)) word[i] = __float_as_uint(of(i));
+            else word[i] = pack(of(2 * i), SIZE == 1 ? 0.0f : of(2 * i + 1));
+        }
+    }
+
+    void clear() {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) word[i] = 0;
+    }
+
+    void load(const T* address) {
+        if constexpr (BYTES == 16) {
+            const uint4 all = *reinterpret_cast<const uint4*>(address);
+            word[0] = all.x, word[1] = all.y, word[2] = all.z, word[3] = all.w;
+        } else if constexpr (BYTES == sizeof(unsigned)) {
+            word[0] = *reinterpret_cast<const unsigned*>(address);
+        } else {
+            word[0] = *reinterpret_cast<const unsigned short*>(address);
+        }
+    }
+
+    void store(T* address) const {
+        // An ordinary store of four words is at times split into four.
+        if constexpr (BYTES == 16) __stwb(reinterpret_cast<uint4*>(address), make_uint4(word[0], word[1], word[2], word[3]));
+        else if constexpr (BYTES == sizeof(unsigned)) *reinterpret_cast<unsigned*>(address) = word[0];
+        else *reinterpret_cast<unsigned short*>(address) = (unsigned short)word[0];
+    }
+};
