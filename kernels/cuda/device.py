@@ -115,7 +115,7 @@ class Device:
         host = np.ascontiguousarray(np.broadcast_to(np.asarray(source), target.shape))
         if target.dtype == BF16 and host.dtype != BF16:
             host = to_bf16(host)
-        target.set(np.ascontiguousarray(host, target.dtype), self.stream)
+        target.set(np.ascontiguousarray(host, target.dtype).reshape(target.shape), self.stream)  # 0-d arrays became 1-d
 
     def download(self, array: Any) -> Array:
         """A host copy of a device array, bf16 as fp32."""
