@@ -1,0 +1,233 @@
+"""Every launcher against the signatures of its kernels, without a GPU.
+
+The launchers run on a device that launches nothing: kernels.cuda.launch checks names, types and contiguity of what they pass, and
+that the instance is one of those that are compiled. Afterwards each of those must have been launched.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from kernels.cpu import CpuOps
+from kernels.cuda.launch import BF16, FLOAT, Kernel, Template, arguments
+
+ATTENTIONS, MATMUL = ("mma", "scalar"), "own"  # cuBLASLt has no kernels here
+STORAGES = (FLOAT, BF16)
+
+Calls = Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]
+
+
+class Memory:
+    """What CuPy's arrays have as `data`."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class HostArray(np.ndarray[Any, Any]):
+    """A NumPy array in place of CuPy's."""
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """Where it lies, as if every array began at a multiple of 256 bytes."""
+        return Memory(self.ctypes.data)
+
+
+def array(shape: tuple[int, ...], dtype: Any) -> HostArray:
+    """Zeros that begin at a multiple of 256 bytes."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + 256, np.uint8)
+    begin = -memory.ctypes.data % 256
+    return memory[begin : begin + size].view(dtype).reshape(shape).view(HostArray)
+
+
+class RecordingDevice:
+    """kernels.cuda.device.Device as far as launchers use it."""
+
+    processors, arch, matmul, deterministic, stream = 132, "sm_90", MATMUL, True, None
+
+    def __init__(self, storage: np.dtype[Any], attention: str) -> None:
+        self.storage, self.attention = storage, attention
+        self.precision = "bf16" if storage == BF16 else "fp32"
+        self.launched: set[tuple[Kernel, Template]] = set()
+
+    def launch(self, kernel: Kernel, template: Template, grid: Any, block: Any, *, shared_bytes: int = 0, **given: Any) -> None:
+        """Check what Device.launch is given."""
+        arguments(kernel, template, given)
+        for extent in (*np.atleast_1d(grid), *np.atleast_1d(block)):
+            assert extent >= 1, f"{kernel.name}: grid {grid}, block {block}"
+        assert 1 <= np.prod(block) <= 1024, f"{kernel.name}: block {block}"
+        assert shared_bytes <= 227 * 1024, f"{kernel.name}: {shared_bytes} bytes of shared memory"
+        self.launched.add((kernel, template))
+
+    def workspace(self, *parts: tuple[tuple[int, ...], Any]) -> list[HostArray]:
+        """Arrays of these shapes and dtypes."""
+        return [array(shape, dtype) for shape, dtype in parts]
+
+    def fill_zero(self, target: HostArray) -> None:
+        """As Device's."""
+        assert target.flags.c_contiguous
+
+
+class Sizes(NamedTuple):
+    """Extents of a case; dim and ffn are widths of activations, `run` that of a run of parameters."""
+
+    batch: int
+    length: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    padded_vocab: int
+    run: int
+
+
+# Rows that 16 bytes divide, of every length that a warp or a block takes in another way, and rows that they don't; head widths
+# from each side of the kernels' own.
+SIZES = (
+    Sizes(2, 5, 63, 3, 1, 10, 61, 61, 1),
+    Sizes(2, 5, 256, 2, 1, 16, 509, 512, 64),
+    Sizes(1, 7, 512, 4, 2, 32, 509, 512, 64),
+    Sizes(1, 9, 768, 4, 4, 64, 509, 512, 64),
+    Sizes(1, 9, 1024, 4, 2, 96, 509, 512, 64),
+    Sizes(1, 1, 2048, 1, 1, 128, 4096, 4096, 64),
+    Sizes(3, 4, 2050, 2, 2, 50, 7, 7, 6),
+    Sizes(1, 3, 128, 2, 2, 80, 2, 128, 64),
+)
+
+
+class Maker:
+    """Arrays of one storage type."""
+
+    def __init__(self, storage: np.dtype[Any]) -> None:
+        self.storage = storage
+
+    def stored(self, *shape: int) -> HostArray:
+        """Of the storage type."""
+        return array(shape, self.storage)
+
+    def single(self, *shape: int) -> HostArray:
+        """fp32."""
+        return array(shape, FLOAT)
+
+    def ids(self, *shape: int) -> HostArray:
+        """int32."""
+        return array(shape, np.int32)
+
+
+def row_calls(m: Maker, s: Sizes) -> Calls:
+    """Operations over rows of activations."""
+    rows, dim, t, f = s.batch * s.length, s.dim, m.stored, m.single
+    x, weight, statistic, gradient = (lambda: t(rows, dim)), (lambda: t(dim)), (lambda: f(rows)), (lambda: f(dim))
+    yield "rmsnorm_forward", (x(), statistic(), x(), weight()), {"eps": 1e-5}
+    yield "residual_rmsnorm_forward", (x(), x(), statistic(), x(), x(), weight()), {"eps": 1e-5}
+    yield "rmsnorm_backward", (x(), gradient(), x(), x(), weight(), statistic()), {}
+    yield "residual_rmsnorm_backward", (x(), gradient(), x(), x(), x(), weight(), statistic()), {}
+    two = statistic(), statistic()
+    yield "layernorm_forward", (x(), *two, x(), weight(), weight()), {"eps": 1e-5}
+    yield "residual_layernorm_forward", (x(), x(), *two, x(), x(), weight(), weight()), {"eps": 1e-5}
+    yield "layernorm_backward", (x(), gradient(), gradient(), x(), x(), weight(), *two), {}
+    yield "residual_layernorm_backward", (x(), gradient(), gradient(), x(), x(), x(), weight(), *two), {}
+    yield "bias_forward", (x(), x(), weight()), {}
+    yield "bias_backward", (gradient(), x()), {}
+    yield "gelu_forward", (x(), x()), {}
+    yield "gelu_backward", (x(), x(), x()), {}
+    yield "swiglu_forward", (x(), t(rows, 2 * dim)), {}
+    yield "swiglu_backward", (t(rows, 2 * dim), x(), t(rows, 2 * dim)), {}
+
+
+def product_calls(m: Maker, s: Sizes) -> Calls:
+    """Embedding and products."""
+    rows, dim, t, f, ids = s.batch * s.length, s.dim, m.stored, m.single, m.ids(s.batch, s.length)
+    for position, dposition in ((None, None), (t(s.length, dim), f(s.length, dim))):
+        yield "embedding_forward", (t(rows, dim), ids, ids, t(s.padded_vocab, dim), position), {}
+        yield "embedding_backward", (f(s.padded_vocab, dim), dposition, t(rows, dim), ids, ids), {}
+    inp, weight, out = t(rows, dim), t(s.padded_vocab, dim), t(rows, s.padded_vocab)
+    yield "matmul_forward", (out, inp, weight), {}
+    for add in (False, True):
+        yield "matmul_backward", (inp, f(s.padded_vocab, dim), out, inp, weight), {"add_dinp": add}
+
+
+def attention_calls(m: Maker, s: Sizes) -> Calls:
+    """Operations over heads."""
+    t, f, (batch, length, head_dim) = m.stored, m.single, (s.batch, s.length, s.head_dim)
+    ids, all_heads = m.ids(batch, length), s.heads + 2 * s.kv_heads
+    qkv, out, lse = t(batch, length, all_heads, head_dim), t(batch, length, s.heads, head_dim), f(batch, s.heads, length)
+    table, rotated = f(length, 2, head_dim // 2), s.heads + s.kv_heads
+    yield "rope_forward", (qkv, ids, table), {"rotated": rotated}
+    yield "rope_backward", (qkv, ids, table), {"rotated": rotated}
+    yield "attention_forward", (out, lse, qkv, ids), {}
+    yield "attention_backward", (qkv, out, out, lse, qkv, ids), {}
+    cache = (t(batch, 2 * length, s.kv_heads, head_dim) for _ in range(2))
+    yield "decode_attention_forward", (out, qkv, *cache, m.ids()), {}
+
+
+def update_calls(m: Maker, s: Sizes) -> Calls:
+    """Loss, update and draw."""
+    rows, size, f, vocab = s.batch * s.length, 6 * s.run, m.single, {"vocab_size": s.vocab_size}
+    logits, targets, double = m.stored(rows, s.padded_vocab), m.ids(rows), array((), np.float64)
+    yield "cross_entropy_forward", (f(rows), array((rows,), np.bool_), logits, targets), vocab
+    yield "cross_entropy_backward", (logits, f(rows), targets, f(rows)), vocab
+    yield "weighted_sum_forward", (double, f(rows), f(rows)), {}
+    yield "grad_norm", (double, f(size)), {}
+    constants = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
+    flat = (f(size), f(size), f(size), f(size))
+    for copy in (None, m.stored(size)):
+        scalars = (array((6,), np.bool_), double, double, array((), np.int64))
+        yield "adamw", (*flat, copy, *scalars), constants
+    for temperature in (0.0, 1.0):
+        settings = {**vocab, "temperature": temperature, "top_k": 5, "top_p": 0.9}
+        yield "sampling", (targets, logits, array((rows,), np.float64)), settings
+
+
+def calls(storage: np.dtype[Any], sizes: Sizes) -> Calls:
+    """One call, or more, of each launcher."""
+    for make in (row_calls, product_calls, attention_calls, update_calls):
+        yield from make(Maker(storage), sizes)
+
+
+def module_of(name: str) -> Any:
+    """The launchers' module of an operation's function."""
+    operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
+    return import_module(f"kernels.cuda.{operation}")
+
+
+@cache
+def launched_by(storage: np.dtype[Any], attention: str, sizes: Sizes) -> frozenset[tuple[Kernel, Template]]:
+    """What all launchers launch; an argument that a kernel does not take is an AssertionError here."""
+    device = RecordingDevice(storage, attention)
+    for name, given, options in calls(storage, sizes):
+        getattr(module_of(name), name)(device, *given, **options)
+    return frozenset(device.launched)
+
+
+# An argument of another type, missing, or in a strided view: on the GPU it is wrong numbers or an illegal address.
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("storage", STORAGES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_launches_are_what_kernels_take(sizes: Sizes, storage: np.dtype[Any], attention: str) -> None:
+    assert launched_by(storage, attention, sizes)
+
+
+# An operation that is not checked here.
+def test_every_operation_is_called() -> None:
+    operations = {name for name, value in vars(CpuOps).items() if isinstance(value, staticmethod)}
+    called = {name for name, _, _ in calls(FLOAT, SIZES[0])}
+    assert called == operations
+
+
+# An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.
+def test_every_instance_is_launched() -> None:
+    launched = {one for t in STORAGES for a in ATTENTIONS for s in SIZES for one in launched_by(t, a, s)}
+    modules = {module_of(name) for name, _, _ in calls(FLOAT, SIZES[0])} | {import_module("kernels.cuda.columns")}
+    for module in modules:
+        for kernel in (value for value in vars(module).values() if isinstance(value, Kernel)):
+            dead = [kernel.expression(template) for template in kernel.instances if (kernel, template) not in launched]
+            assert not dead, f"{module.__name__}: never launched: {dead}"
