@@ -4,13 +4,12 @@
 //     out  = x * s
 //     dinp = dout * (s + x * s * (1 - s) * z')          z' = 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
 //
-// Layout: any number of elements of T, in order. Work: a thread owns two vectors of SIZE elements, a block's width apart.
+// Layout: any number of elements of T, in order. Work: a thread owns VECTORS vectors of SIZE elements, a block's width apart.
 // Precision: fp32 arithmetic, the exponential and the quotient to a few units of fp32, one rounding to T at the store.
 // Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
 
 #include "vectors.cuh"
 
-constexpr int VECTORS = 2;  // loads under way in a thread; not tuned
 constexpr float SCALE = 1.5957691216057308f;  // 2 sqrt(2 / pi)
 constexpr float CUBIC = 0.044715f;
 
@@ -18,7 +17,7 @@ constexpr float CUBIC = 0.044715f;
 inline float sigmoid_of_cubic(float x) { return __fdividef(1.0f, 1.0f + __expf(-SCALE * (x + CUBIC * x * x * x))); }
 
 // count: of vectors, below 2^32; elements beyond 2^31 are reached by long long.
-template <typename T, int SIZE>
+template <typename T, int SIZE, int VECTORS>
 __global__ void __launch_bounds__(256) gelu_forward(T* out, const T* inp, unsigned count) {
     const unsigned first = blockIdx.x * blockDim.x * VECTORS + threadIdx.x;
     Packed<T, SIZE> x[VECTORS];
@@ -34,7 +33,7 @@ __global__ void __launch_bounds__(256) gelu_forward(T* out, const T* inp, unsign
 }
 
 // dinp may be dout: a thread reads its elements before it writes them.
-template <typename T, int SIZE>
+template <typename T, int SIZE, int VECTORS>
 __global__ void __launch_bounds__(256) gelu_backward(T* dinp, const T* dout, const T* inp, unsigned count) {
     const unsigned first = blockIdx.x * blockDim.x * VECTORS + threadIdx.x;
     Packed<T, SIZE> x[VECTORS], d[VECTORS];

@@ -6,10 +6,11 @@ from kernels.cuda.device import Device
 from kernels.cuda.launch import Array, Kernel
 from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
 
-_FORWARD = Kernel("gelu.cu", "gelu_forward", VECTOR_TEMPLATES)
-_BACKWARD = Kernel("gelu.cu", "gelu_backward", VECTOR_TEMPLATES)
 _BLOCK = 256  # not tuned
-_VECTORS = 2  # a thread's, as gelu.cu has it
+_VECTORS = 2  # a thread's; not tuned
+_TEMPLATES = tuple((*template, _VECTORS) for template in VECTOR_TEMPLATES)
+_FORWARD = Kernel("gelu.cu", "gelu_forward", _TEMPLATES)
+_BACKWARD = Kernel("gelu.cu", "gelu_backward", _TEMPLATES)
 
 
 def gelu_forward(device: Device, out: Array, inp: Array) -> None:
@@ -26,4 +27,4 @@ def _launch(device: Device, kernel: Kernel, **arrays: Any) -> None:
     inp = arrays["inp"]
     size = vector_size(inp.size, *arrays.values())
     count = inp.size // size
-    device.launch(kernel, (inp.dtype, size), -(-count // (_BLOCK * _VECTORS)), _BLOCK, count=count, **arrays)
+    device.launch(kernel, (inp.dtype, size, _VECTORS), -(-count // (_BLOCK * _VECTORS)), _BLOCK, count=count, **arrays)

@@ -55,3 +55,27 @@ struct Packed {
         else *reinterpret_cast<unsigned short*>(address) = (unsigned short)word[0];
     }
 };
+
+// SIZE floats (1, 4 or 8) at a multiple of 16 bytes, or of 4 where SIZE is 1.
+template <int SIZE>
+void load_floats(float (&to)[SIZE], const float* address) {
+    constexpr int PART = SIZE == 1 ? 1 : 4;
+#pragma unroll
+    for (int i = 0; i < SIZE / PART; i++) {
+        Packed<float, PART> part;
+        part.load(address + i * PART);
+#pragma unroll
+        for (int j = 0; j < PART; j++) to[i * PART + j] = part(j);
+    }
+}
+
+template <int SIZE>
+void store_floats(float* address, const float (&from)[SIZE]) {
+    constexpr int PART = SIZE == 1 ? 1 : 4;
+#pragma unroll
+    for (int i = 0; i < SIZE / PART; i++) {
+        Packed<float, PART> part;
+        part.set([&](int j) { return from[i * PART + j]; });
+        part.store(address + i * PART);
+    }
+}

@@ -1,0 +1,79 @@
+"""Launchers of embedding.cu; the mathematics and the contracts are those of kernels.cpu.embedding."""
+
+import numpy as np
+
+from kernels.cuda.device import Device
+from kernels.cuda.launch import Array, Kernel
+from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
+
+_FORWARD = Kernel("embedding.cu", "embedding_forward", VECTOR_TEMPLATES)
+_COUNT_KEYS = Kernel("embedding.cu", "embedding_count_keys", ((),))
+_MAKE_LISTS = Kernel("embedding.cu", "embedding_make_lists", ((),))
+_PLACE_ROWS = Kernel("embedding.cu", "embedding_place_rows", ((),))
+_ADD_SHORT = Kernel("embedding.cu", "embedding_add_short", VECTOR_TEMPLATES)
+_ADD_LONG = Kernel("embedding.cu", "embedding_add_long", VECTOR_TEMPLATES)
+_BLOCK = 256  # not tuned, nor is the number of the adding kernels' blocks
+_ROWS = 1024  # embedding.cu's ROWS
+_WARP = 32
+_SHORT_BLOCKS_A_PROCESSOR, _LONG_BLOCKS_A_PROCESSOR = 8, 2
+
+
+def embedding_forward(
+    device: Device, out: Array, tokens: Array, start: Array, weight: Array, position_weight: Array | None
+) -> None:
+    """See kernels.cpu.embedding.embedding_forward."""
+    rows, dim = out.shape
+    size = vector_size(dim, out, weight, position_weight)
+    count = rows * dim // size
+    device.launch(
+        _FORWARD, (out.dtype, size), -(-count // _BLOCK), _BLOCK,
+        out=out, tokens=tokens, start=start, weight=weight, position_weight=position_weight, count=count,
+        row_vectors=dim // size, length=tokens.shape[1],
+    )  # fmt: skip
+
+
+def embedding_backward(
+    device: Device, dweight: Array, dposition_weight: Array | None, dout: Array, tokens: Array, start: Array
+) -> None:
+    """See kernels.cpu.embedding.embedding_backward.
+
+    Deterministic: rows of one token are added up in their order, those of a token with more than 32 rows in 32 interleaved sums.
+    Workspace: 4 bytes for each token of the vocabulary and 1024 rows, 16 for each token, and 4 for each row.
+    """
+    _add_by_key(device, dweight, dout, tokens, start, tokens.shape[1])
+    if dposition_weight is not None:
+        _add_by_key(device, dposition_weight, dout, None, start, tokens.shape[1])
+
+
+def _add_by_key(device: Device, dweight: Array, dout: Array, tokens: Array | None, start: Array, length: int) -> None:
+    (rows, dim), keys = dout.shape, dweight.shape[0]
+    blocks = -(-rows // _ROWS)
+    integers = blocks * keys + 3
+    zeroed, begin, size, short_keys, long_keys, order = device.workspace(
+        ((integers,), np.int32), *(((keys,), np.int32) for _ in range(4)), ((rows,), np.int32)
+    )
+    counts, taken = zeroed[: blocks * keys], zeroed[blocks * keys :]
+    device.fill_zero(zeroed)
+    device.launch(
+        _COUNT_KEYS, (), blocks, _ROWS, counts=counts, tokens=tokens, start=start, rows=rows, length=length, keys=keys
+    )
+    device.launch(
+        _MAKE_LISTS, (), -(-keys // _BLOCK), _BLOCK,
+        counts=counts, taken=taken, begin=begin, size=size, short_keys=short_keys, long_keys=long_keys, blocks=blocks, keys=keys,
+    )  # fmt: skip
+    device.launch(
+        _PLACE_ROWS, (), blocks, _ROWS,
+        order=order, counts=counts, begin=begin, tokens=tokens, start=start, rows=rows, length=length, keys=keys,
+    )  # fmt: skip
+    vector = vector_size(dim, dout, dweight)
+    template, slices = (dout.dtype, vector), -(-dim // (_WARP * vector))
+    lists = {"dweight": dweight, "dout": dout, "order": order, "begin": begin, "size": size, "dim": dim}
+    warps = _BLOCK // _WARP
+    device.launch(
+        _ADD_SHORT, template, (min(-(-keys // warps), _SHORT_BLOCKS_A_PROCESSOR * device.processors), slices), (_WARP, warps),
+        short_keys=short_keys, number=taken[1:2], **lists,
+    )  # fmt: skip
+    device.launch(
+        _ADD_LONG, template, (min(keys, _LONG_BLOCKS_A_PROCESSOR * device.processors), slices), (_WARP, _WARP),
+        long_keys=long_keys, number=taken[2:3], **lists,
+    )  # fmt: skip

@@ -1,0 +1,33 @@
+"""Launchers of rope.cu; the mathematics and the contracts are those of kernels.cpu.rope."""
+
+from kernels.cuda.device import Device
+from kernels.cuda.launch import Array, Kernel
+from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
+
+_BLOCK = 256  # not tuned
+_HEADS = 4  # a thread's; not tuned
+_ROTATE = Kernel("rope.cu", "rope_rotate", tuple((*template, _HEADS) for template in VECTOR_TEMPLATES))
+
+
+def rope_forward(device: Device, qkv: Array, start: Array, table: Array, *, rotated: int) -> None:
+    """See kernels.cpu.rope.rope_forward. The table is fp32; reads and writes each rotated element once."""
+    _rotate(device, qkv, start, table, rotated, 1.0)
+
+
+def rope_backward(device: Device, dqkv: Array, start: Array, table: Array, *, rotated: int) -> None:
+    """See kernels.cpu.rope.rope_backward. The table is fp32; reads and writes each rotated element once."""
+    _rotate(device, dqkv, start, table, rotated, -1.0)
+
+
+def _rotate(device: Device, qkv: Array, start: Array, table: Array, rotated: int, direction: float) -> None:
+    batch, length, heads, head_dim = qkv.shape
+    size = vector_size(head_dim // 2, qkv, table) if head_dim % 2 == 0 else 1
+    groups = -(-rotated // _HEADS)
+    count = batch * length * groups * (head_dim // 2 // size)
+    if count == 0:  # heads of one element have no pair
+        return
+    device.launch(
+        _ROTATE, (qkv.dtype, size, _HEADS), -(-count // _BLOCK), _BLOCK,
+        qkv=qkv, start=start, table=table, count=count, length=length, heads=heads, head_dim=head_dim, width=table.shape[2],
+        rotated=rotated, groups=groups, direction=direction,
+    )  # fmt: skip
