@@ -1,0 +1,203 @@
+// Gradient of attention_mma.cu, the probabilities computed again from lse.
+//
+// The mathematics and the layout of the arrays are attention_scalar.cu's. Two kernels: dq sums over keys, dk and dv over queries.
+//
+// Work: a block of 4 warps owns 64 * ROW_TILES rows of one head (queries; or keys, and then all query heads that share them), a
+//       warp 16 * ROW_TILES of them, with their sums in its registers. The other side comes in tiles of COLUMNS rows, the next
+//       one being copied while this one is used, and of those UNIT at a time are multiplied. p and ds stay in registers: as the
+//       result of one product they lie as the next one's left factor must. The key kernel therefore computes s transposed, keys
+//       by queries.
+// Skipped: besides the tiles that no row of the block takes part in, the units that no row of the warp does; only units on a
+//       border are masked element by element.
+// Precision: products of bf16 with fp32 sums; exp, lse and delta fp32; p and ds are rounded to bf16 as factors, dq, dk and dv as
+//       they are stored. exp is 2^x with log2(e) folded into the scale.
+// Determinism: every sum has a fixed order; no atomics. Price: s and dout . v twice, 7 products instead of 5.
+// Source: Dao 2023, arXiv:2307.08691 (FlashAttention-2), algorithm 2, with dq in a kernel of its own.
+//
+// Numbers of rows, tiles, units and blocks: not tuned.
+
+#include "attention_tile.cuh"
+
+// Grid (query tiles, H, B), the tiles with most keys first. UNIT: keys whose s and ds are in registers at a time.
+template <int HEAD_DIM, int ROW_TILES, int UNIT, bool KEPT>
+__global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
+    attention_backward_query(bf16* dqkv, const float* delta, const bf16* dout, const float* lse, const bf16* qkv, const int* start,
+                             int length, int heads, int kv_heads, float scale) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    constexpr int OWN = 16 * ROW_TILES, QUERIES = WARPS * OWN, KEYS = COLUMNS<HEAD_DIM>, TILE_BYTES = KEYS * STRIDE<HEAD_DIM>;
+    const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES, head = blockIdx.y, b = blockIdx.z, end = min(first + QUERIES, length);
+    const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP * OWN, warp_first = first + own;
+    const long long step = (long long)(heads + 2 * kv_heads) * HEAD_DIM, row = (long long)b * length;
+    const bf16* keys = qkv + row * step + (heads + head / (heads / kv_heads)) * HEAD_DIM;
+    const bf16* values = keys + kv_heads * HEAD_DIM;
+    const unsigned query_tile = shared_address(memory), gradient_tile = query_tile + QUERIES * STRIDE<HEAD_DIM>;
+    const unsigned key_tiles = gradient_tile + QUERIES * STRIDE<HEAD_DIM>, value_tiles = key_tiles + 2 * TILE_BYTES;
+    const unsigned offset = lane_offset<HEAD_DIM>();
+    const auto copy = [&](int tile) {
+        const long long at = (long long)tile * KEYS * step;
+        copy_tile<HEAD_DIM, KEYS>(key_tiles + tile % 2 * TILE_BYTES, keys + at, step, length - tile * KEYS);
+        copy_tile<HEAD_DIM, KEYS>(value_tiles + tile % 2 * TILE_BYTES, values + at, step, length - tile * KEYS);
+    };
+
+    const int last = (end - 1) / KEYS;
+    int tile = start[row + first] / KEYS;
+    copy_tile<HEAD_DIM, QUERIES>(query_tile, qkv + (row + first) * step + head * HEAD_DIM, step, length - first);
+    copy_tile<HEAD_DIM, QUERIES>(gradient_tile, dout + ((row + first) * heads + head) * HEAD_DIM, (long long)heads * HEAD_DIM,
+                                 length - first);
+    copy(tile);
+    const float scale2 = scale * LOG2_E;
+    float row_lse2[ROW_TILES][2], row_delta[ROW_TILES][2], sum[ROW_TILES][HEAD_DIM / 8][4] = {};
+    int begin[ROW_TILES][2];
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int query = min(warp_first + i * 16 + half * 8 + lane / 4, length - 1);
+            const long long at = ((long long)b * heads + head) * length + query;
+            row_lse2[i][half] = lse[at] * LOG2_E;
+            row_delta[i][half] = delta[at];
+            begin[i][half] = start[row + query];
+        }
+    const int warp_begin = start[row + min(warp_first, length - 1)], last_begin = start[row + min(warp_first + OWN, length) - 1];
+    copy_wait();
+    __syncthreads();  // queries, gradients and the first tile are there
+    const Rows<HEAD_DIM, ROW_TILES, KEPT> queries(query_tile + own * STRIDE<HEAD_DIM> + offset);
+    const Rows<HEAD_DIM, ROW_TILES, KEPT> gradients(gradient_tile + own * STRIDE<HEAD_DIM> + offset);
+    for (; tile <= last; tile++) {
+        if (tile < last) copy(tile + 1);
+#pragma unroll 1
+        for (int unit = 0; unit < KEYS; unit += UNIT) {
+            const int key_first = tile * KEYS + unit;
+            if (warp_first >= length || key_first >= warp_first + OWN || key_first + UNIT <= warp_begin) continue;
+            const unsigned at = tile % 2 * TILE_BYTES + unit * STRIDE<HEAD_DIM> + offset;
+            float s[ROW_TILES][UNIT / 8][4], dp[ROW_TILES][UNIT / 8][4];
+            multiply_columns<HEAD_DIM, ROW_TILES, UNIT>(s, queries, key_tiles + at);
+            multiply_columns<HEAD_DIM, ROW_TILES, UNIT>(dp, gradients, value_tiles + at);
+            const bool border = key_first + UNIT - 1 > warp_first || key_first < last_begin;
+#pragma unroll
+            for (int i = 0; i < ROW_TILES; i++)
+#pragma unroll
+                for (int j = 0; j < UNIT / 8; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const float p = exp2_approx(s[i][j][e] * scale2 - row_lse2[i][e / 2]);
+                        s[i][j][e] = p * (dp[i][j][e] - row_delta[i][e / 2]);
+                        if (border) {
+                            const int key = key_first + j * 8 + lane % 4 * 2 + e % 2;
+                            const int query = warp_first + i * 16 + e / 2 * 8 + lane / 4;
+                            if (key > query || key < begin[i][e / 2]) s[i][j][e] = 0.0f;
+                        }
+                    }
+            add_weighted<HEAD_DIM, ROW_TILES>(sum, s, key_tiles + at);
+        }
+        copy_wait();
+        __syncthreads();  // the next tile is there, and all have read this one, whose place the tile after that takes
+    }
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; i++)
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) sum[i][j][e] *= scale;
+    bf16* target = dqkv + (row + warp_first) * step + head * HEAD_DIM;
+    store_rows<HEAD_DIM, ROW_TILES>(memory + own * STRIDE<HEAD_DIM>, sum, target, step, length - warp_first);
+}
+
+// Grid (key tiles, KV, B): the tiles that most queries see come first by themselves. UNIT: queries whose p and ds are in
+// registers at a time.
+template <int HEAD_DIM, int ROW_TILES, int UNIT, bool KEPT>
+__global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
+    attention_backward_key(bf16* dqkv, const float* delta, const bf16* dout, const float* lse, const bf16* qkv, const int* start,
+                           int length, int heads, int kv_heads, float scale) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    constexpr int OWN = 16 * ROW_TILES, KEYS = WARPS * OWN, QUERIES = COLUMNS<HEAD_DIM>, TILE_BYTES = QUERIES * STRIDE<HEAD_DIM>;
+    static_assert(KEYS % QUERIES == 0, "the first tile of queries begins with the first key");
+    const int first = blockIdx.x * KEYS, shared = blockIdx.y, b = blockIdx.z, end = min(first + KEYS, length);
+    const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP * OWN, warp_first = first + own, group = heads / kv_heads;
+    const long long step = (long long)(heads + 2 * kv_heads) * HEAD_DIM, row = (long long)b * length;
+    const long long key_row = (row + first) * step + (heads + shared) * HEAD_DIM, value_row = key_row + kv_heads * HEAD_DIM;
+    const unsigned key_tile = shared_address(memory), value_tile = key_tile + KEYS * STRIDE<HEAD_DIM>;
+    const unsigned query_tiles = value_tile + KEYS * STRIDE<HEAD_DIM>, gradient_tiles = query_tiles + 2 * TILE_BYTES;
+    const unsigned offset = lane_offset<HEAD_DIM>();
+    // Of each query of a tile, two stages: lse, delta, start.
+    unsigned char* columns = memory + 2 * KEYS * STRIDE<HEAD_DIM> + 4 * TILE_BYTES;
+    const float *column_lse = reinterpret_cast<float*>(columns), *column_delta = column_lse + 2 * QUERIES;
+    const int* column_begin = reinterpret_cast<int*>(columns) + 4 * QUERIES;
+
+    copy_tile<HEAD_DIM, KEYS>(key_tile, qkv + key_row, step, length - first);
+    copy_tile<HEAD_DIM, KEYS>(value_tile, qkv + value_row, step, length - first);
+    // start never falls, so the queries that see one of these keys are those up to the last that begins before their end.
+    int seen = 0;
+    for (int t = first + threadIdx.x; t < length; t += THREADS) seen += start[row + t] < end;
+    const int tiles = (block_reduce(seen, Sum(), 0) + QUERIES - 1) / QUERIES, steps = tiles * group;
+    const auto copy = [&](int n) {
+        const int head = shared * group + n / tiles, query = first + n % tiles * QUERIES, stage = n % 2;
+        copy_tile<HEAD_DIM, QUERIES>(query_tiles + stage * TILE_BYTES, qkv + (row + query) * step + head * HEAD_DIM, step,
+                                     length - query);
+        copy_tile<HEAD_DIM, QUERIES>(gradient_tiles + stage * TILE_BYTES, dout + ((row + query) * heads + head) * HEAD_DIM,
+                                     (long long)heads * HEAD_DIM, length - query);
+        if (threadIdx.x < QUERIES) {
+            const int t = min(query + (int)threadIdx.x, length - 1), slot = stage * QUERIES + threadIdx.x;
+            const long long at = ((long long)b * heads + head) * length + t;
+            copy_word_async(shared_address(column_lse + slot), lse + at);
+            copy_word_async(shared_address(column_delta + slot), delta + at);
+            copy_word_async(shared_address(column_begin + slot), start + row + t);
+        }
+    };
+    copy(0);
+    const float scale2 = scale * LOG2_E;
+    float dkey[ROW_TILES][HEAD_DIM / 8][4] = {}, dvalue[ROW_TILES][HEAD_DIM / 8][4] = {};
+    copy_wait();
+    __syncthreads();  // keys, values and the first tile are there
+    const Rows<HEAD_DIM, ROW_TILES, KEPT> keys(key_tile + own * STRIDE<HEAD_DIM> + offset);
+    const Rows<HEAD_DIM, ROW_TILES, KEPT> values(value_tile + own * STRIDE<HEAD_DIM> + offset);
+    for (int n = 0; n < steps; n++) {
+        if (n + 1 < steps) copy(n + 1);
+#pragma unroll 1
+        for (int unit = 0; unit < QUERIES; unit += UNIT) {
+            const int query_first = first + n % tiles * QUERIES + unit, slot = n % 2 * QUERIES + unit;
+            if (warp_first >= length || query_first >= length || query_first + UNIT <= warp_first) continue;
+            if (column_begin[slot] >= warp_first + OWN) continue;
+            const unsigned at = n % 2 * TILE_BYTES + unit * STRIDE<HEAD_DIM> + offset;
+            float p[ROW_TILES][UNIT / 8][4], ds[ROW_TILES][UNIT / 8][4];
+            multiply_columns<HEAD_DIM, ROW_TILES, UNIT>(p, keys, query_tiles + at);
+            multiply_columns<HEAD_DIM, ROW_TILES, UNIT>(ds, values, gradient_tiles + at);
+            // Queries past the end carry another's lse: they too must be masked.
+            const bool border = query_first < warp_first + OWN - 1 || column_begin[slot + UNIT - 1] > warp_first ||
+                                query_first + UNIT > length;
+#pragma unroll
+            for (int j = 0; j < UNIT / 8; j++)
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+                    const int column = j * 8 + lane % 4 * 2 + odd, query = query_first + column;
+                    const float lse2 = column_lse[slot + column] * LOG2_E, query_delta = column_delta[slot + column];
+                    const int begin = border ? column_begin[slot + column] : 0;
+#pragma unroll
+                    for (int i = 0; i < ROW_TILES; i++)
+#pragma unroll
+                        for (int e = odd; e < 4; e += 2) {
+                            p[i][j][e] = exp2_approx(p[i][j][e] * scale2 - lse2);
+                            if (border) {
+                                const int key = warp_first + i * 16 + e / 2 * 8 + lane / 4;
+                                if (key > query || key < begin || query >= length) p[i][j][e] = 0.0f;
+                            }
+                            ds[i][j][e] = p[i][j][e] * (ds[i][j][e] - query_delta);
+                        }
+                }
+            add_weighted<HEAD_DIM, ROW_TILES>(dvalue, p, gradient_tiles + at);
+            add_weighted<HEAD_DIM, ROW_TILES>(dkey, ds, query_tiles + at);
+        }
+        copy_wait();
+        __syncthreads();  // the next tile is there, and all have read this one, whose place the tile after that takes
+    }
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; i++)
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dkey[i][j][e] *= scale;
+    unsigned char* staging = memory + own * STRIDE<HEAD_DIM>;
+    const long long target = warp_first * step - first * step;
+    store_rows<HEAD_DIM, ROW_TILES>(staging, dkey, dqkv + key_row + target, step, length - warp_first);
+    store_rows<HEAD_DIM, ROW_TILES>(staging, dvalue, dqkv + value_row + target, step, length - warp_first);
+}

@@ -1,0 +1,64 @@
+// Tensor-core products and asynchronous copies of sm_80 and later, one function an instruction. Shared memory is addressed by
+// 32-bit byte addresses. All lanes of a warp must call a function that says "warp".
+//
+// A fragment is a warp's share of a small matrix; lane = 4 * g + t holds, of element pairs (columns 2t and 2t + 1):
+//
+//     a (16 x 16): row g, row g + 8, row g of columns 8.., row g + 8 of columns 8..
+//     b (16 x 8):  rows 2t and 2t + 1 of column g, the same of rows 8..
+//     c (16 x 8):  row g, row g + 8
+//
+// so two neighbouring c, rounded to bf16, are an a: a product's result is the next one's left factor without leaving the lane.
+#pragma once
+
+#include "reduce.cuh"
+
+inline unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
+
+// Start to copy 16 bytes, of which both addresses are multiples; zeros where not `valid`. `global` must be readable anyway.
+inline void copy_async(unsigned shared, const void* global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Start to copy 4 bytes.
+inline void copy_word_async(unsigned shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// Wait for all copies that this thread has started; other threads see them after the next __syncthreads.
+inline void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Warp: four 8 x 8 matrices of bf16, lane i giving the address of row i % 8 of matrix i / 8. value[m]: row g, columns 2t and
+// 2t + 1 of matrix m.
+inline void load_matrices(unsigned (&value)[4], unsigned row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
+                 : "r"(row));
+}
+
+// Warp: the same of the transposed matrices, value[m]: rows 2t and 2t + 1 of column g.
+inline void load_matrices_transposed(unsigned (&value)[4], unsigned row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
+                 : "r"(row));
+}
+
+// Warp: c += a b, bf16 factors, fp32 sums.
+inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats rounded to bf16, `low` in the lower half: the element of the lower column.
+inline unsigned pack(float low, float high) {
+    unsigned both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// 2^x to 2 units in the last place; 0 of -inf.
+inline float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
