@@ -1,0 +1,49 @@
+"""Launcher of decode_attention.cu; the mathematics and the contract are those of kernels.cpu.decode_attention."""
+
+from math import sqrt
+
+from kernels.cuda.device import Device
+from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
+
+LARGEST_HEAD_DIM = 128
+_PARTIAL = Kernel("decode_attention.cu", "decode_attention_partial", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8)))
+_COMBINE = Kernel("decode_attention.cu", "decode_attention_combine", ((FLOAT,), (BF16,)))
+_BLOCK = 128
+# Blocks that one multiprocessor gets while there are fewer tokens and heads than that, and the keys below which sharing out
+# does not pay; not tuned.
+_BLOCKS_A_PROCESSOR, _SMALLEST_SHARE = 2, 32
+
+
+def decode_attention_forward(device: Device, out: Array, qkv: Array, keys: Array, values: Array, length: Array) -> None:
+    """See kernels.cpu.decode_attention.decode_attention_forward; length is in device memory.
+
+    Precision: fp32 arithmetic, one rounding to T at the store of out.
+    Determinism: bitwise repeatable; the shares of the keys, and so the last bits, depend on B, n, the context and the GPU.
+    Cost: reads the cache's rows H / KV times (from L2 all but once), whatever the context is.
+    Workspace: decode_workspace_bytes.
+    """
+    batch, count, heads, head_dim = out.shape
+    context, kv_heads = keys.shape[1:3]
+    assert head_dim <= LARGEST_HEAD_DIM, f"attention: head dim {head_dim} is over {LARGEST_HEAD_DIM}"
+    splits = _splits(device, batch * count * heads, context)
+    share = -(-context // splits)
+    vector = 16 // qkv.dtype.itemsize
+    (partial,) = device.workspace(((batch * count * heads, splits, 2 + head_dim), FLOAT))
+    device.launch(
+        _PARTIAL, (qkv.dtype, vector if head_dim % vector == 0 else 1), (batch * count, heads, splits), _BLOCK,
+        partial=partial, qkv=qkv, keys=keys, values=values, length=length, count=count, context=context, heads=heads,
+        kv_heads=kv_heads, head_dim=head_dim, share=share, scale=1 / sqrt(head_dim),
+    )  # fmt: skip
+    device.launch(
+        _COMBINE, (out.dtype,), (batch * count, heads), _BLOCK, out=out, partial=partial, splits=splits, head_dim=head_dim
+    )
+
+
+def decode_workspace_bytes(device: Device, batch: int, count: int, heads: int, context: int, head_dim: int) -> int:
+    """What decode_attention_forward needs for `count` new tokens a row."""
+    return batch * count * heads * _splits(device, batch * count * heads, context) * (2 + head_dim) * 4
+
+
+def _splits(device: Device, rows: int, context: int) -> int:
+    """Blocks that share the keys of one token and head."""
+    return max(1, min(_BLOCKS_A_PROCESSOR * device.processors // rows, context // _SMALLEST_SHARE))
