@@ -28,8 +28,12 @@ template <typename T, int SIZE>
 Statistics row_statistics(const T* row, int vocab_size) {
     float largest = LOWEST, total = 0.0f;
     const int vectors = vocab_size / SIZE;
+    const auto* data = reinterpret_cast<const Vector<T, SIZE>*>(row);
+    Vector<T, SIZE> next;
+    if ((int)threadIdx.x < vectors) next = data[threadIdx.x];
     for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
-        const auto v = reinterpret_cast<const Vector<T, SIZE>*>(row)[i];
+        const Vector<T, SIZE> v = next;
+        if (i + (int)blockDim.x < vectors) next = data[i + blockDim.x];  // on its way while this one is summed
         float larger = largest;
 #pragma unroll
         for (int j = 0; j < SIZE; j++) larger = fmaxf(larger, to_float(v.element[j]));
@@ -78,9 +82,8 @@ __global__ void __launch_bounds__(MAX_BLOCK)
         const int hit = target - i * SIZE;         // the element that is the target, if any
 #pragma unroll
         for (int j = 0; j < SIZE; j++) {
-            float d = j < inside ? __expf(to_float(v.element[j]) - s.largest) * scale : 0.0f;
-            if (j == hit) d -= row_weight;
-            v.element[j] = from_float<T>(d);
+            const float d = __expf(to_float(v.element[j]) - s.largest) * scale - (j == hit ? row_weight : 0.0f);
+            v.element[j] = from_float<T>(j < inside ? d : 0.0f);
         }
         vectors[i] = v;
     }
