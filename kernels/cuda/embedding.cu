@@ -12,17 +12,13 @@
 //   place_rows   a block owns ROWS rows again; a row's place in its key's list is that of the block's first plus the number of
 //                equal keys before it in the block. So a list holds its rows in order.
 //   add_short    a warp owns a key and 32 vectors of columns, and adds up the rows one after another.
-//   add_long     a block owns a key and 32 vectors of columns; each of its warps adds up every 32nd row, and warp by warp they
+//   add_long     a block owns a key and 32 vectors of columns; each of its WARPS warps adds up every WARPS-th row, and warp by warp they
 //                are then added.
 // Precision: fp32 arithmetic, one rounding to T at the forward pass's store.
 // Determinism: atomics only on integers: counts, which come out the same in any order, and the room for a list and its place among
 // the work, whose order changes from run to run, but not what any list holds nor how it is added up.
 
 #include "vectors.cuh"
-
-constexpr int ROWS = 1024;  // of a block that counts and places
-constexpr int SHORT = 32;   // rows that one warp adds up; not tuned
-constexpr int AHEAD = 8;    // counts that a thread has under way
 
 // tokens is null where the key is the position.
 inline int key_of(const int* tokens, const int* start, int row, int length) {
@@ -51,15 +47,19 @@ __global__ void __launch_bounds__(256)
 }
 
 // counts (blocks, keys) holds zeros. blocks * keys may pass 2^31.
-__global__ void __launch_bounds__(1024)
+template <int ROWS>
+__global__ void __launch_bounds__(ROWS)
     embedding_count_keys(int* counts, const int* tokens, const int* start, int rows, int length, int keys) {
     const int row = blockIdx.x * ROWS + threadIdx.x;
     if (row < rows) atomicAdd(counts + (long long)blockIdx.x * keys + key_of(tokens, start, row, length), 1);
 }
 
-// taken holds three zeros: rows placed, short lists, long lists. begin and size (keys,); short_keys and long_keys.
+// taken holds three zeros: rows placed, short lists, long lists. begin and size (keys,); short_keys and long_keys,
+// of keys with at most SHORT rows and with more.
+template <int SHORT>
 __global__ void __launch_bounds__(256)
     embedding_make_lists(int* counts, int* taken, int* begin, int* size, int* short_keys, int* long_keys, int blocks, int keys) {
+    constexpr int AHEAD = 8;  // counts that a thread has under way; not tuned
     const int key = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x % WARP;
     int total = 0;
     if (key < keys)
@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(256)
 }
 
 // order (rows,): the lists.
-__global__ void __launch_bounds__(1024)
+template <int ROWS>
+__global__ void __launch_bounds__(ROWS)
     embedding_place_rows(int* order, const int* counts, const int* begin, const int* tokens, const int* start, int rows, int length,
                          int keys) {
     __shared__ alignas(16) int key_of_row[ROWS];
@@ -151,25 +152,25 @@ __global__ void __launch_bounds__(256)
 }
 
 // number: of long keys. A block takes every gridDim.x-th of them; blockIdx.y is the slice of columns.
-template <typename T, int SIZE>
-__global__ void __launch_bounds__(1024)
+template <typename T, int SIZE, int WARPS>
+__global__ void __launch_bounds__(WARP * WARPS)
     embedding_add_long(float* dweight, const T* dout, const int* order, const int* begin, const int* size, const int* long_keys,
                        const int* number, int dim) {
-    __shared__ float of_warp[WARP][WARP * SIZE];
+    __shared__ float of_warp[WARPS][WARP * SIZE];
     const int first = blockIdx.y * WARP * SIZE, column = first + threadIdx.x * SIZE;
     const int thread = threadIdx.y * WARP + threadIdx.x;
     const int end = *number;
     for (int i = blockIdx.x; i < end; i += gridDim.x) {
         const int key = long_keys[i];
         float sum[SIZE] = {};
-        if (column < dim) add_list(sum, dout, order + begin[key], threadIdx.y, WARP, size[key], dim, column);
+        if (column < dim) add_list(sum, dout, order + begin[key], threadIdx.y, WARPS, size[key], dim, column);
 #pragma unroll
         for (int j = 0; j < SIZE; j++) of_warp[threadIdx.y][threadIdx.x * SIZE + j] = sum[j];
         __syncthreads();  // the warps' sums, written above, are read below by all
         if (thread < WARP * SIZE && first + thread < dim) {
             float total = 0.0f;
 #pragma unroll
-            for (int warp = 0; warp < WARP; warp++) total += of_warp[warp][thread];
+            for (int warp = 0; warp < WARPS; warp++) total += of_warp[warp][thread];
             dweight[(long long)key * dim + first + thread] += total;
         }
         __syncthreads();  // separates these reads from the next key's writes

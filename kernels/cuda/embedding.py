@@ -6,16 +6,18 @@ from kernels.cuda.device import Device
 from kernels.cuda.launch import Array, Kernel
 from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
 
-_FORWARD = Kernel("embedding.cu", "embedding_forward", VECTOR_TEMPLATES)
-_COUNT_KEYS = Kernel("embedding.cu", "embedding_count_keys", ((),))
-_MAKE_LISTS = Kernel("embedding.cu", "embedding_make_lists", ((),))
-_PLACE_ROWS = Kernel("embedding.cu", "embedding_place_rows", ((),))
-_ADD_SHORT = Kernel("embedding.cu", "embedding_add_short", VECTOR_TEMPLATES)
-_ADD_LONG = Kernel("embedding.cu", "embedding_add_long", VECTOR_TEMPLATES)
 _BLOCK = 256  # not tuned, nor is the number of the adding kernels' blocks
-_ROWS = 1024  # embedding.cu's ROWS
+_ROWS = 1024  # of a block that counts and places
+_SHORT = 32  # rows that one warp adds up; not tuned
 _WARP = 32
-_SHORT_BLOCKS_A_PROCESSOR, _LONG_BLOCKS_A_PROCESSOR = 8, 2
+_LONG_WARPS = 16  # that add up a longer list; not tuned
+_SHORT_BLOCKS_A_PROCESSOR, _LONG_BLOCKS_A_PROCESSOR = 8, 4
+_FORWARD = Kernel("embedding.cu", "embedding_forward", VECTOR_TEMPLATES)
+_COUNT_KEYS = Kernel("embedding.cu", "embedding_count_keys", ((_ROWS,),))
+_MAKE_LISTS = Kernel("embedding.cu", "embedding_make_lists", ((_SHORT,),))
+_PLACE_ROWS = Kernel("embedding.cu", "embedding_place_rows", ((_ROWS,),))
+_ADD_SHORT = Kernel("embedding.cu", "embedding_add_short", VECTOR_TEMPLATES)
+_ADD_LONG = Kernel("embedding.cu", "embedding_add_long", tuple((*template, _LONG_WARPS) for template in VECTOR_TEMPLATES))
 
 
 def embedding_forward(
@@ -37,7 +39,7 @@ def embedding_backward(
 ) -> None:
     """See kernels.cpu.embedding.embedding_backward.
 
-    Deterministic: rows of one token are added up in their order, those of a token with more than 32 rows in 32 interleaved sums.
+    Deterministic: rows of one token are added up in their order, those of a token with more than 32 rows in 16 interleaved sums.
     Workspace: 4 bytes for each token of the vocabulary and 1024 rows, 16 for each token, and 4 for each row.
     """
     _add_by_key(device, dweight, dout, tokens, start, tokens.shape[1])
@@ -55,14 +57,14 @@ def _add_by_key(device: Device, dweight: Array, dout: Array, tokens: Array | Non
     counts, taken = zeroed[: blocks * keys], zeroed[blocks * keys :]
     device.fill_zero(zeroed)
     device.launch(
-        _COUNT_KEYS, (), blocks, _ROWS, counts=counts, tokens=tokens, start=start, rows=rows, length=length, keys=keys
+        _COUNT_KEYS, (_ROWS,), blocks, _ROWS, counts=counts, tokens=tokens, start=start, rows=rows, length=length, keys=keys
     )
     device.launch(
-        _MAKE_LISTS, (), -(-keys // _BLOCK), _BLOCK,
+        _MAKE_LISTS, (_SHORT,), -(-keys // _BLOCK), _BLOCK,
         counts=counts, taken=taken, begin=begin, size=size, short_keys=short_keys, long_keys=long_keys, blocks=blocks, keys=keys,
     )  # fmt: skip
     device.launch(
-        _PLACE_ROWS, (), blocks, _ROWS,
+        _PLACE_ROWS, (_ROWS,), blocks, _ROWS,
         order=order, counts=counts, begin=begin, tokens=tokens, start=start, rows=rows, length=length, keys=keys,
     )  # fmt: skip
     vector = vector_size(dim, dout, dweight)
@@ -73,7 +75,8 @@ def _add_by_key(device: Device, dweight: Array, dout: Array, tokens: Array | Non
         _ADD_SHORT, template, (min(-(-keys // warps), _SHORT_BLOCKS_A_PROCESSOR * device.processors), slices), (_WARP, warps),
         short_keys=short_keys, number=taken[1:2], **lists,
     )  # fmt: skip
+    long_grid = min(keys, _LONG_BLOCKS_A_PROCESSOR * device.processors), slices
     device.launch(
-        _ADD_LONG, template, (min(keys, _LONG_BLOCKS_A_PROCESSOR * device.processors), slices), (_WARP, _WARP),
+        _ADD_LONG, (*template, _LONG_WARPS), long_grid, (_WARP, _LONG_WARPS),
         long_keys=long_keys, number=taken[2:3], **lists,
     )  # fmt: skip

@@ -12,10 +12,10 @@ _WARPS = 8  # of a block whose warps own rows; not tuned
 _LARGEST_BLOCK = 512  # the kernels' __launch_bounds__
 _ONE_BY_ONE = 8  # elements a thread where rows allow no vectors
 
-# Elements that a thread may hold: as many as registers allow.
-FORWARD = {BF16: (8, 16, 24, 32), FLOAT: (8, 16, 24, 32)}
-BACKWARD = {BF16: (8, 16, 24), FLOAT: (8, 16)}
 Choice = dict[np.dtype[Any], tuple[int, ...]]
+# Elements that a thread may hold: as many as registers allow.
+FORWARD: Choice = {BF16: (8, 16, 24, 32), FLOAT: (8, 16, 24, 32)}
+BACKWARD: Choice = {BF16: (8, 16, 24), FLOAT: (8, 16)}
 
 
 def row_templates(choice: Choice) -> tuple[Template, ...]:
