@@ -18,8 +18,9 @@ from cuda.pathfinder import find_nvidia_header_directory, load_nvidia_dynamic_li
 from kernels.cache import user_cache
 
 FOLDER = Path(__file__).parent
-# -default-device: helper functions need no __device__. ptxas' report of registers and spills comes back in the log.
-OPTIONS = ("--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v")
+# -default-device: helper functions need no __device__. ptxas' report of registers and spills comes back in the log, but not of
+# what NVRTC takes from a cache of its own.
+OPTIONS = ("--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v", "--no-cache")
 INSTALL = "python -m pip install nvidia-cuda-nvrtc nvidia-cuda-runtime, both of CUDA 13.0"
 
 
@@ -117,8 +118,10 @@ def _compile(source: str, instance: str, options: tuple[str, ...]) -> Compiled:
         symbol = ctypes.c_char_p()
         _check(nvrtc.nvrtcGetLoweredName(program, name, ctypes.byref(symbol)), "nvrtcGetLoweredName")
         assert symbol.value is not None
-        spills = [int(number) for number in re.findall(r"(\d+) bytes spill", log)]
-        registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
+        # A file's kernels that are no templates are compiled beside the instance.
+        own = log[log.find(f"'{symbol.value.decode()}'") :].split("Compiling entry function")[0]
+        spills = [int(number) for number in re.findall(r"(\d+) bytes spill", own)]
+        registers = [int(number) for number in re.findall(r"Used (\d+) registers", own)]
         warnings = tuple(line for line in log.splitlines() if "warning" in line.lower() or "Performance Loss" in line)
         return Compiled(symbol.value.decode(), _output(program, "CUBIN"), max(registers), sum(spills), warnings)
     finally:
