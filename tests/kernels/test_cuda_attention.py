@@ -1,0 +1,92 @@
+"""Attention on the GPU, by tensor cores and in plain fp32 arithmetic, against the CPU's."""
+
+import numpy as np
+import pytest
+
+from kernels.cpu.attention import attention_backward, attention_forward
+from kernels.cpu.decode_attention import decode_attention_forward
+from kernels.cuda.launch import BF16, FLOAT
+from tests.cases import ATTENTION, Attention
+from tests.compare import Arrays, documents, normal, unwritten
+from tests.cuda import STORAGES, Gpu, Side, assert_calibrated_op, gpu
+
+pytestmark = pytest.mark.gpu
+
+# Every head width that has a tensor-core kernel, tiles that end inside a row or a document, and many tiles a row.
+TILED = (
+    Attention(2, 130, 4, 2, 32, 0.02),
+    Attention(1, 257, 2, 2, 64, 0.0),
+    Attention(2, 64, 6, 2, 64, 0.3),
+    Attention(1, 200, 3, 1, 96, 0.05),
+    Attention(1, 191, 2, 1, 128, 0.01),
+    Attention(1, 1024, 4, 4, 64, 0.0),
+    Attention(2, 1030, 4, 1, 64, 0.003),
+    Attention(3, 1, 2, 2, 64, 0.0),
+)
+KERNELS = [(FLOAT, "scalar"), (BF16, "scalar"), (BF16, "mma")]
+
+
+def attention(side: Side, a: Arrays) -> Arrays:
+    """Forward and backward."""
+    batch, length, heads, _ = a["dout"].shape
+    qkv, dout, start = side.stored(a["qkv"]), side.stored(a["dout"]), side.same(a["start"])
+    out, dqkv = side.stored(unwritten(a["dout"])), side.stored(unwritten(a["qkv"]))
+    lse = side.single(unwritten(a["dout"], batch, heads, length))
+    side(attention_forward, out, lse, qkv, start)
+    side(attention_backward, dqkv, dout, out, lse, qkv, start)
+    return {"out": out, "lse": lse, "dqkv": dqkv}
+
+
+# A tile or a head too many or too few, a key of another document, a fragment in the wrong lane.
+@pytest.mark.parametrize("case", [*ATTENTION, *TILED])
+@pytest.mark.parametrize(("storage", "kernel"), KERNELS, ids=("fp32-scalar", "bf16-scalar", "bf16-mma"))
+def test_attention(case: Attention, storage: np.dtype[np.generic], kernel: str) -> None:
+    gpu().attention = kernel
+    rng = np.random.default_rng(case[:5])
+    arrays = {
+        "qkv": normal(rng, case.batch, case.length, case.heads + 2 * case.kv_heads, case.head_dim),
+        "dout": normal(rng, case.batch, case.length, case.heads, case.head_dim),
+        "start": documents(rng, case.batch, case.length, case.documents),
+    }
+    assert_calibrated_op(attention, arrays, storage, single=("lse",))
+
+
+def decode(side: Side, a: Arrays) -> Arrays:
+    """The last third of a sequence over a cache of the rest."""
+    qkv, length, heads = a["qkv"], int(a["length"]), int(a["heads"])
+    batch, context, _, head_dim = qkv.shape
+    kv_heads = (qkv.shape[2] - heads) // 2
+    cached = np.full((2, batch, context, kv_heads, head_dim), np.nan)
+    cached[0, :, :length], cached[1, :, :length] = qkv[:, :length, heads:-kv_heads], qkv[:, :length, -kv_heads:]
+    keys, values, new = side.stored(cached[0]), side.stored(cached[1]), side.stored(np.ascontiguousarray(qkv[:, length:]))
+    out = side.stored(unwritten(qkv, batch, context - length, heads, head_dim))
+    side(decode_attention_forward, out, new, keys, values, side.same(np.array(length, np.int32)))
+    return {"out": out, "keys": keys, "values": values}
+
+
+# A cached row that is not read or read twice, new keys in the wrong row, a part of the keys that no block takes.
+@pytest.mark.parametrize("storage", STORAGES, ids=("fp32", "bf16"))
+@pytest.mark.parametrize("new", [1, 3, 70])
+@pytest.mark.parametrize("case", [*ATTENTION, *TILED])
+def test_decode(case: Attention, new: int, storage: np.dtype[np.generic]) -> None:
+    if new >= case.length:
+        pytest.skip("nothing is cached")
+    rng = np.random.default_rng(case[:5])
+    qkv = normal(rng, case.batch, case.length, case.heads + 2 * case.kv_heads, case.head_dim)
+    arrays = {"qkv": qkv, "length": np.array(case.length - new), "heads": np.array(case.heads)}
+    assert_calibrated_op(decode, arrays, storage, exact=("keys", "values"))
+
+
+# Weights of tokens that are far apart, where a running maximum that is not carried along overflows or loses what came before.
+@pytest.mark.parametrize(("storage", "kernel"), KERNELS, ids=("fp32-scalar", "bf16-scalar", "bf16-mma"))
+def test_large_scores(storage: np.dtype[np.generic], kernel: str) -> None:
+    gpu().attention = kernel
+    rng = np.random.default_rng(0)
+    arrays = {
+        "qkv": normal(rng, 1, 300, 4, 64) * 12,
+        "dout": normal(rng, 1, 300, 2, 64),
+        "start": np.zeros((1, 300), np.int32),
+    }
+    side = Gpu(storage)
+    got = {name: side.host(array) for name, array in attention(side, arrays).items()}
+    assert all(np.isfinite(array).all() for array in got.values())
