@@ -27,7 +27,7 @@ def residual_layernorm_forward(
 def layernorm_backward(
     device: Device, dinp: Array, dweight: Array, dbias: Array, dout: Array, inp: Array, weight: Array, mean: Array, rstd: Array
 ) -> None:
-    """See kernels.cpu.layernorm.layernorm_backward. Workspace: at most 32 rows of fp32 a processor."""
+    """See kernels.cpu.layernorm.layernorm_backward. Workspace: at most 16 rows of fp32 a processor."""
     _backward(device, dinp, dweight, dbias, None, dout, inp, weight, mean, rstd)
 
 

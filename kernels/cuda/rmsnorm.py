@@ -24,7 +24,7 @@ def residual_rmsnorm_forward(
 def rmsnorm_backward(
     device: Device, dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, rstd: Array
 ) -> None:
-    """See kernels.cpu.rmsnorm.rmsnorm_backward. Workspace: at most 16 rows of fp32 a processor."""
+    """See kernels.cpu.rmsnorm.rmsnorm_backward. Workspace: at most 8 rows of fp32 a processor."""
     _backward(device, dinp, dweight, None, dout, inp, weight, rstd)
 
 
