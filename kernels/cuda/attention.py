@@ -26,7 +26,7 @@ _DELTA_BLOCK, _DELTA_LANES = 256, 8  # the block is not tuned
 # By head dim: HEAD_DIM, ROW_TILES, and backward UNIT, KEPT. Those of which no register is spilled; not tuned.
 _FORWARD = {32: (32, 2), 64: (64, 2), 96: (96, 2), 128: (128, 2)}
 _BACKWARD_QUERY = {32: (32, 2, 32, True), 64: (64, 2, 32, True), 96: (96, 1, 32, True), 128: (128, 1, 32, True)}
-_BACKWARD_KEY = {32: (32, 2, 32, True), 64: (64, 1, 32, False), 96: (96, 1, 32, True), 128: (128, 1, 32, False)}
+_BACKWARD_KEY = {32: (32, 2, 32, True), 64: (64, 1, 32, True), 96: (96, 1, 32, True), 128: (128, 1, 32, False)}
 _MMA_FORWARD = Kernel("attention_mma.cu", "attention_forward", tuple(_FORWARD.values()))
 _MMA_BACKWARD_QUERY = Kernel("attention_mma_backward.cu", "attention_backward_query", tuple(_BACKWARD_QUERY.values()))
 _MMA_BACKWARD_KEY = Kernel("attention_mma_backward.cu", "attention_backward_key", tuple(_BACKWARD_KEY.values()))

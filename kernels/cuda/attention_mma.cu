@@ -23,11 +23,13 @@ template <int HEAD_DIM, int ROW_TILES>
 __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
     attention_forward(bf16* out, float* lse, const bf16* qkv, const int* start, int length, int heads, int kv_heads, float scale) {
     extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ int begin[16 * ROW_TILES * WARPS];  // start of each query
     constexpr int OWN = 16 * ROW_TILES, QUERIES = WARPS * OWN, KEYS = COLUMNS<HEAD_DIM>, TILE_BYTES = KEYS * STRIDE<HEAD_DIM>;
-    static_assert(KEYS % OWN == 0, "see above");
+    static_assert(KEYS % OWN == 0 && QUERIES <= THREADS, "see above; a thread loads a start");
     const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES, head = blockIdx.y, b = blockIdx.z, end = min(first + QUERIES, length);
     const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP * OWN, warp_first = first + own;
-    const long long step = (long long)(heads + 2 * kv_heads) * HEAD_DIM, row = (long long)b * length;
+    const int step = (heads + 2 * kv_heads) * HEAD_DIM;
+    const long long row = (long long)b * length;
     const bf16* keys = qkv + row * step + (heads + head / (heads / kv_heads)) * HEAD_DIM;
     const bf16* values = keys + kv_heads * HEAD_DIM;
     const unsigned query_tile = shared_address(memory), key_tiles = query_tile + QUERIES * STRIDE<HEAD_DIM>;
@@ -44,37 +46,25 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
     copy(tile);
     const float scale2 = scale * LOG2_E;
     float largest[ROW_TILES][2], total[ROW_TILES][2], mean[ROW_TILES][HEAD_DIM / 8][4] = {};
-    int begin[ROW_TILES][2];
+    if (threadIdx.x < QUERIES) begin[threadIdx.x] = start[row + min(first + (int)threadIdx.x, length - 1)];
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            largest[i][half] = __int_as_float(0xff800000);  // -inf
+            largest[i][half] = minus_infinity();
             total[i][half] = 0.0f;
-            begin[i][half] = start[row + min(warp_first + i * 16 + half * 8 + lane / 4, length - 1)];
         }
-    const int warp_begin = start[row + min(warp_first, length - 1)], last_begin = start[row + min(warp_first + OWN, length) - 1];
     copy_wait();
-    __syncthreads();  // the queries and the first tile are there
+    __syncthreads();  // the queries with their starts, and the first tile, are there
     const Rows<HEAD_DIM, ROW_TILES, HEAD_DIM <= 64> queries(query_tile + own * STRIDE<HEAD_DIM> + offset);
     for (; tile >= lowest; tile--) {
         if (tile > lowest) copy(tile - 1);
         const int key_first = tile * KEYS;
-        if (warp_first < length && key_first < warp_first + OWN && key_first + KEYS > warp_begin) {
+        if (warp_first < length && key_first < warp_first + OWN && key_first + KEYS > begin[own]) {
             float p[ROW_TILES][KEYS / 8][4];
             multiply_columns<HEAD_DIM, ROW_TILES, KEYS>(p, queries, key_tiles + tile % 2 * TILE_BYTES + offset);
-            if (key_first + KEYS - 1 > warp_first || key_first < last_begin) {
-#pragma unroll
-                for (int i = 0; i < ROW_TILES; i++)
-#pragma unroll
-                    for (int j = 0; j < KEYS / 8; j++)
-#pragma unroll
-                        for (int e = 0; e < 4; e++) {
-                            const int key = key_first + j * 8 + lane % 4 * 2 + e % 2;
-                            const int query = warp_first + i * 16 + e / 2 * 8 + lane / 4;
-                            if (key > query || key < begin[i][e / 2]) p[i][j][e] = __int_as_float(0xff800000);  // -inf
-                        }
-            }
+            if (key_first + KEYS - 1 > warp_first || key_first < begin[own + OWN - 1])
+                hide_unseen(p, warp_first, key_first, begin + own);
 #pragma unroll
             for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
@@ -121,5 +111,5 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
                 for (int e = 2 * half; e < 2 * half + 2; e++) mean[i][j][e] *= share;
         }
     bf16* target = out + ((row + warp_first) * heads + head) * HEAD_DIM;
-    store_rows<HEAD_DIM, ROW_TILES>(memory + own * STRIDE<HEAD_DIM>, mean, target, (long long)heads * HEAD_DIM, length - warp_first);
+    store_rows<HEAD_DIM, ROW_TILES>(memory + own * STRIDE<HEAD_DIM>, mean, target, heads * HEAD_DIM, length - warp_first);
 }

@@ -24,10 +24,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
     attention_backward_query(bf16* dqkv, const float* delta, const bf16* dout, const float* lse, const bf16* qkv, const int* start,
                              int length, int heads, int kv_heads, float scale) {
     extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ int begin[16 * ROW_TILES * WARPS];  // start of each query
     constexpr int OWN = 16 * ROW_TILES, QUERIES = WARPS * OWN, KEYS = COLUMNS<HEAD_DIM>, TILE_BYTES = KEYS * STRIDE<HEAD_DIM>;
+    static_assert(QUERIES <= THREADS, "a thread loads a start");
     const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES, head = blockIdx.y, b = blockIdx.z, end = min(first + QUERIES, length);
     const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP * OWN, warp_first = first + own;
-    const long long step = (long long)(heads + 2 * kv_heads) * HEAD_DIM, row = (long long)b * length;
+    const int step = (heads + 2 * kv_heads) * HEAD_DIM;
+    const long long row = (long long)b * length;
     const bf16* keys = qkv + row * step + (heads + head / (heads / kv_heads)) * HEAD_DIM;
     const bf16* values = keys + kv_heads * HEAD_DIM;
     const unsigned query_tile = shared_address(memory), gradient_tile = query_tile + QUERIES * STRIDE<HEAD_DIM>;
@@ -42,12 +45,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
     const int last = (end - 1) / KEYS;
     int tile = start[row + first] / KEYS;
     copy_tile<HEAD_DIM, QUERIES>(query_tile, qkv + (row + first) * step + head * HEAD_DIM, step, length - first);
-    copy_tile<HEAD_DIM, QUERIES>(gradient_tile, dout + ((row + first) * heads + head) * HEAD_DIM, (long long)heads * HEAD_DIM,
+    copy_tile<HEAD_DIM, QUERIES>(gradient_tile, dout + ((row + first) * heads + head) * HEAD_DIM, heads * HEAD_DIM,
                                  length - first);
     copy(tile);
     const float scale2 = scale * LOG2_E;
     float row_lse2[ROW_TILES][2], row_delta[ROW_TILES][2], sum[ROW_TILES][HEAD_DIM / 8][4] = {};
-    int begin[ROW_TILES][2];
+    if (threadIdx.x < QUERIES) begin[threadIdx.x] = start[row + min(first + (int)threadIdx.x, length - 1)];
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
@@ -56,11 +59,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
             const long long at = ((long long)b * heads + head) * length + query;
             row_lse2[i][half] = lse[at] * LOG2_E;
             row_delta[i][half] = delta[at];
-            begin[i][half] = start[row + query];
         }
-    const int warp_begin = start[row + min(warp_first, length - 1)], last_begin = start[row + min(warp_first + OWN, length) - 1];
     copy_wait();
-    __syncthreads();  // queries, gradients and the first tile are there
+    __syncthreads();  // queries with their starts, gradients and the first tile are there
     const Rows<HEAD_DIM, ROW_TILES, KEPT> queries(query_tile + own * STRIDE<HEAD_DIM> + offset);
     const Rows<HEAD_DIM, ROW_TILES, KEPT> gradients(gradient_tile + own * STRIDE<HEAD_DIM> + offset);
     for (; tile <= last; tile++) {
@@ -68,12 +69,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
 #pragma unroll 1
         for (int unit = 0; unit < KEYS; unit += UNIT) {
             const int key_first = tile * KEYS + unit;
-            if (warp_first >= length || key_first >= warp_first + OWN || key_first + UNIT <= warp_begin) continue;
+            if (warp_first >= length || key_first >= warp_first + OWN || key_first + UNIT <= begin[own]) continue;
             const unsigned at = tile % 2 * TILE_BYTES + unit * STRIDE<HEAD_DIM> + offset;
             float s[ROW_TILES][UNIT / 8][4], dp[ROW_TILES][UNIT / 8][4];
             multiply_columns<HEAD_DIM, ROW_TILES, UNIT>(s, queries, key_tiles + at);
             multiply_columns<HEAD_DIM, ROW_TILES, UNIT>(dp, gradients, value_tiles + at);
-            const bool border = key_first + UNIT - 1 > warp_first || key_first < last_begin;
+            if (key_first + UNIT - 1 > warp_first || key_first < begin[own + OWN - 1])
+                hide_unseen(s, warp_first, key_first, begin + own);
 #pragma unroll
             for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
@@ -82,11 +84,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
                     for (int e = 0; e < 4; e++) {
                         const float p = exp2_approx(s[i][j][e] * scale2 - row_lse2[i][e / 2]);
                         s[i][j][e] = p * (dp[i][j][e] - row_delta[i][e / 2]);
-                        if (border) {
-                            const int key = key_first + j * 8 + lane % 4 * 2 + e % 2;
-                            const int query = warp_first + i * 16 + e / 2 * 8 + lane / 4;
-                            if (key > query || key < begin[i][e / 2]) s[i][j][e] = 0.0f;
-                        }
                     }
             add_weighted<HEAD_DIM, ROW_TILES>(sum, s, key_tiles + at);
         }
@@ -114,7 +111,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
     static_assert(KEYS % QUERIES == 0, "the first tile of queries begins with the first key");
     const int first = blockIdx.x * KEYS, shared = blockIdx.y, b = blockIdx.z, end = min(first + KEYS, length);
     const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP * OWN, warp_first = first + own, group = heads / kv_heads;
-    const long long step = (long long)(heads + 2 * kv_heads) * HEAD_DIM, row = (long long)b * length;
+    const int step = (heads + 2 * kv_heads) * HEAD_DIM;
+    const long long row = (long long)b * length;
     const long long key_row = (row + first) * step + (heads + shared) * HEAD_DIM, value_row = key_row + kv_heads * HEAD_DIM;
     const unsigned key_tile = shared_address(memory), value_tile = key_tile + KEYS * STRIDE<HEAD_DIM>;
     const unsigned query_tiles = value_tile + KEYS * STRIDE<HEAD_DIM>, gradient_tiles = query_tiles + 2 * TILE_BYTES;
@@ -129,13 +127,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
     // start never falls, so the queries that see one of these keys are those up to the last that begins before their end.
     int seen = 0;
     for (int t = first + threadIdx.x; t < length; t += THREADS) seen += start[row + t] < end;
-    const int tiles = (block_reduce(seen, Sum(), 0) + QUERIES - 1) / QUERIES, steps = tiles * group;
-    const auto copy = [&](int n) {
-        const int head = shared * group + n / tiles, query = first + n % tiles * QUERIES, stage = n % 2;
+    const int queries_end = first + block_reduce(seen, Sum(), 0), heads_end = (shared + 1) * group;
+    const auto copy = [&](int head, int query, int stage) {
         copy_tile<HEAD_DIM, QUERIES>(query_tiles + stage * TILE_BYTES, qkv + (row + query) * step + head * HEAD_DIM, step,
                                      length - query);
         copy_tile<HEAD_DIM, QUERIES>(gradient_tiles + stage * TILE_BYTES, dout + ((row + query) * heads + head) * HEAD_DIM,
-                                     (long long)heads * HEAD_DIM, length - query);
+                                     heads * HEAD_DIM, length - query);
         if (threadIdx.x < QUERIES) {
             const int t = min(query + (int)threadIdx.x, length - 1), slot = stage * QUERIES + threadIdx.x;
             const long long at = ((long long)b * heads + head) * length + t;
@@ -144,43 +141,41 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
             copy_word_async(shared_address(column_begin + slot), start + row + t);
         }
     };
-    copy(0);
+    int head = shared * group, query_tile = first, stage = 0;
+    copy(head, query_tile, stage);
     const float scale2 = scale * LOG2_E;
     float dkey[ROW_TILES][HEAD_DIM / 8][4] = {}, dvalue[ROW_TILES][HEAD_DIM / 8][4] = {};
     copy_wait();
     __syncthreads();  // keys, values and the first tile are there
     const Rows<HEAD_DIM, ROW_TILES, KEPT> keys(key_tile + own * STRIDE<HEAD_DIM> + offset);
     const Rows<HEAD_DIM, ROW_TILES, KEPT> values(value_tile + own * STRIDE<HEAD_DIM> + offset);
-    for (int n = 0; n < steps; n++) {
-        if (n + 1 < steps) copy(n + 1);
+    while (head < heads_end) {
+        const bool last = query_tile + QUERIES >= queries_end;
+        const int next_head = head + last, next_tile = last ? first : query_tile + QUERIES;
+        if (next_head < heads_end) copy(next_head, next_tile, stage ^ 1);
 #pragma unroll 1
         for (int unit = 0; unit < QUERIES; unit += UNIT) {
-            const int query_first = first + n % tiles * QUERIES + unit, slot = n % 2 * QUERIES + unit;
+            const int query_first = query_tile + unit, slot = stage * QUERIES + unit;
             if (warp_first >= length || query_first >= length || query_first + UNIT <= warp_first) continue;
             if (column_begin[slot] >= warp_first + OWN) continue;
-            const unsigned at = n % 2 * TILE_BYTES + unit * STRIDE<HEAD_DIM> + offset;
+            const unsigned at = stage * TILE_BYTES + unit * STRIDE<HEAD_DIM> + offset;
             float p[ROW_TILES][UNIT / 8][4], ds[ROW_TILES][UNIT / 8][4];
             multiply_columns<HEAD_DIM, ROW_TILES, UNIT>(p, keys, query_tiles + at);
             multiply_columns<HEAD_DIM, ROW_TILES, UNIT>(ds, values, gradient_tiles + at);
             // Queries past the end carry another's lse: they too must be masked.
-            const bool border = query_first < warp_first + OWN - 1 || column_begin[slot + UNIT - 1] > warp_first ||
-                                query_first + UNIT > length;
+            if (query_first < warp_first + OWN - 1 || column_begin[slot + UNIT - 1] > warp_first || query_first + UNIT > length)
+                hide_unseen_transposed(p, warp_first, query_first, column_begin + slot, length - query_first);
 #pragma unroll
             for (int j = 0; j < UNIT / 8; j++)
 #pragma unroll
                 for (int odd = 0; odd < 2; odd++) {
-                    const int column = j * 8 + lane % 4 * 2 + odd, query = query_first + column;
+                    const int column = j * 8 + lane % 4 * 2 + odd;
                     const float lse2 = column_lse[slot + column] * LOG2_E, query_delta = column_delta[slot + column];
-                    const int begin = border ? column_begin[slot + column] : 0;
 #pragma unroll
                     for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
                         for (int e = odd; e < 4; e += 2) {
                             p[i][j][e] = exp2_approx(p[i][j][e] * scale2 - lse2);
-                            if (border) {
-                                const int key = warp_first + i * 16 + e / 2 * 8 + lane / 4;
-                                if (key > query || key < begin || query >= length) p[i][j][e] = 0.0f;
-                            }
                             ds[i][j][e] = p[i][j][e] * (ds[i][j][e] - query_delta);
                         }
                 }
@@ -189,6 +184,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
         }
         copy_wait();
         __syncthreads();  // the next tile is there, and all have read this one, whose place the tile after that takes
+        head = next_head;
+        query_tile = next_tile;
+        stage ^= 1;
     }
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++)
@@ -197,7 +195,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
 #pragma unroll
             for (int e = 0; e < 4; e++) dkey[i][j][e] *= scale;
     unsigned char* staging = memory + own * STRIDE<HEAD_DIM>;
-    const long long target = warp_first * step - first * step;
+    const int target = own * step;
     store_rows<HEAD_DIM, ROW_TILES>(staging, dkey, dqkv + key_row + target, step, length - warp_first);
     store_rows<HEAD_DIM, ROW_TILES>(staging, dvalue, dqkv + value_row + target, step, length - warp_first);
 }

@@ -11,6 +11,8 @@ constexpr int WARPS = 4, THREADS = WARPS * WARP;
 constexpr int CHUNK = 8;  // bf16 of one 16-byte copy
 constexpr float LOG2_E = 1.4426950408889634f;
 
+inline float minus_infinity() { return __int_as_float(0xff800000); }
+
 // Bytes from row to row. The padding of one chunk makes it an odd number of chunks, so that the 8 rows of a matrix that
 // ldmatrix reads lie in different banks.
 template <int HEAD_DIM>
@@ -31,16 +33,19 @@ unsigned lane_offset() {
     return lane % 16 * STRIDE<HEAD_DIM> + lane / 16 * CHUNK * 2;
 }
 
-// Start to copy ROWS rows, zeros from row `rows` >= 1 on. All threads of the block.
+// Start to copy ROWS rows, zeros from row `rows` on. All threads of the block.
 template <int HEAD_DIM, int ROWS>
-void copy_tile(unsigned tile, const bf16* source, long long step, int rows) {
-    constexpr int CHUNKS = HEAD_DIM / CHUNK;
+void copy_tile(unsigned tile, const bf16* source, int step, int rows) {
+    constexpr int LANES = HEAD_DIM % 64 ? 4 : 8, PASS = THREADS / LANES;  // of a row, and rows at a time
+    static_assert(ROWS % PASS == 0, "each thread copies as many chunks");
+    const int row = threadIdx.x / LANES, d = threadIdx.x % LANES * CHUNK;
+    tile += row * STRIDE<HEAD_DIM> + d * 2;
+    source += row * step + d;  // ROWS * step stays far below 2^31
 #pragma unroll
-    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-        const int row = i / CHUNKS, chunk = i % CHUNKS;
-        copy_async(tile + row * STRIDE<HEAD_DIM> + chunk * CHUNK * 2, source + (row < rows ? row : 0) * step + chunk * CHUNK,
-                   row < rows);
-    }
+    for (int n = 0; n < ROWS; n += PASS)
+#pragma unroll
+        for (int c = 0; c < HEAD_DIM; c += LANES * CHUNK)
+            copy_async(tile + n * STRIDE<HEAD_DIM> + c * 2, source + (n * step + c), row + n < rows);
 }
 
 // A warp's own rows as left factors: KEPT in registers, or read again each time.
@@ -119,6 +124,42 @@ void add_weighted(float (&sum)[ROW_TILES][HEAD_DIM / 8][4], const float (&weight
             }
         }
     }
+}
+
+// Queries by keys: the scores of keys that a query does not see become -inf. `begin`: start of the warp's queries.
+template <int ROW_TILES, int TILES>
+void hide_unseen(float (&score)[ROW_TILES][TILES][4], int query_first, int key_first, const int* begin) {
+    const int lane = threadIdx.x % WARP, lane_key = key_first + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = i * 16 + half * 8 + lane / 4, lowest = begin[row] - lane_key, highest = query_first + row - lane_key;
+#pragma unroll
+            for (int j = 0; j < TILES; j++)
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++)
+                    if ((j * 8 + odd < lowest) | (j * 8 + odd > highest)) score[i][j][2 * half + odd] = minus_infinity();
+        }
+}
+
+// Keys by queries: the same. `begin`: start of these queries, of which `inside` are not past the end.
+template <int ROW_TILES, int TILES>
+void hide_unseen_transposed(float (&score)[ROW_TILES][TILES][4], int key_first, int query_first, const int* begin, int inside) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int j = 0; j < TILES; j++)
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int column = j * 8 + lane % 4 * 2 + odd, highest = query_first + column, lowest = begin[column];
+#pragma unroll
+            for (int i = 0; i < ROW_TILES; i++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int key = key_first + i * 16 + half * 8 + lane / 4;
+                    if ((key < lowest) | (key > highest) | (column >= inside)) score[i][j][2 * half + odd] = minus_infinity();
+                }
+        }
 }
 
 // target[row] = sum[row], of the warp's rows below `rows`, by way of `tile`, rows of shared memory that only this warp still

@@ -14,7 +14,7 @@
 
 inline unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
 
-// Start to copy 16 bytes, of which both addresses are multiples; zeros where not `valid`. `global` must be readable anyway.
+// Start to copy 16 bytes, of which both addresses are multiples; zeros, and `global` is not read, where not `valid`.
 inline void copy_async(unsigned shared, const void* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
 }
