@@ -21,12 +21,14 @@
 // then on and exp needs no guard.
 template <int HEAD_DIM, int ROW_TILES>
 __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
-    attention_forward(bf16* out, float* lse, const bf16* qkv, const int* start, int length, int heads, int kv_heads, float scale) {
+    attention_forward(bf16* out, float* lse, const bf16* qkv, const int* start, int length, int heads, int kv_heads,
+                      float scale) {
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ int begin[16 * ROW_TILES * WARPS];  // start of each query
     constexpr int OWN = 16 * ROW_TILES, QUERIES = WARPS * OWN, KEYS = COLUMNS<HEAD_DIM>, TILE_BYTES = KEYS * STRIDE<HEAD_DIM>;
     static_assert(KEYS % OWN == 0 && QUERIES <= THREADS, "see above; a thread loads a start");
-    const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES, head = blockIdx.y, b = blockIdx.z, end = min(first + QUERIES, length);
+    const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES, end = min(first + QUERIES, length);
+    const int head = blockIdx.y, b = blockIdx.z;
     const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP * OWN, warp_first = first + own;
     const int step = (heads + 2 * kv_heads) * HEAD_DIM;
     const long long row = (long long)b * length;

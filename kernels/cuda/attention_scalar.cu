@@ -177,8 +177,8 @@ __global__ void attention_delta(float* delta, const T* dout, const T* out, long 
 // Grid (query tiles, H, B), the tiles with most keys first.
 template <typename T, int HEAD_DIM>
 __global__ void __launch_bounds__(WARPS * WARP, HEAD_DIM <= 64 ? 3 : 2)
-    attention_backward_query(T* dqkv, const float* delta, const T* dout, const float* lse, const T* qkv, const int* start, int length,
-                             int heads, int kv_heads, int head_dim, float scale) {
+    attention_backward_query(T* dqkv, const float* delta, const T* dout, const float* lse, const T* qkv, const int* start,
+                             int length, int heads, int kv_heads, int head_dim, float scale) {
     extern __shared__ __align__(16) float memory[];
     constexpr int SIZE = TILE * STRIDE<HEAD_DIM>;
     float *query = memory, *gradient = query + SIZE, *key = gradient + SIZE, *value = key + SIZE, *weight = value + SIZE;
@@ -188,10 +188,10 @@ __global__ void __launch_bounds__(WARPS * WARP, HEAD_DIM <= 64 ? 3 : 2)
     const T* keys = qkv + row * step + (long long)(heads + shared) * head_dim;
     const T* values = keys + (long long)kv_heads * head_dim;
     const int end = min(first + TILE, length);
-    const long long query_row = (row + first) * step + (long long)head * head_dim;
+    const long long query_row = (row + first) * step + (long long)head * head_dim, gradient_step = (long long)heads * head_dim;
 
     load_tile<HEAD_DIM>(query, qkv + query_row, step, end - first, head_dim);
-    load_tile<HEAD_DIM>(gradient, dout + ((row + first) * heads + head) * head_dim, (long long)heads * head_dim, end - first, head_dim);
+    load_tile<HEAD_DIM>(gradient, dout + (row + first) * gradient_step + head * head_dim, gradient_step, end - first, head_dim);
     float row_lse[ROWS], row_delta[ROWS], sum[ROWS][HEAD_DIM / WARP] = {};
     int begin[ROWS];
 #pragma unroll
@@ -227,8 +227,8 @@ __global__ void __launch_bounds__(WARPS * WARP, HEAD_DIM <= 64 ? 3 : 2)
 // Grid (key tiles, KV, B): the tiles that most queries see come first by themselves.
 template <typename T, int HEAD_DIM>
 __global__ void __launch_bounds__(WARPS * WARP, HEAD_DIM <= 64 ? 3 : 2)
-    attention_backward_key(T* dqkv, const float* delta, const T* dout, const float* lse, const T* qkv, const int* start, int length,
-                           int heads, int kv_heads, int head_dim, float scale) {
+    attention_backward_key(T* dqkv, const float* delta, const T* dout, const float* lse, const T* qkv, const int* start,
+                           int length, int heads, int kv_heads, int head_dim, float scale) {
     extern __shared__ __align__(16) float memory[];
     constexpr int SIZE = TILE * STRIDE<HEAD_DIM>;
     float *key = memory, *value = key + SIZE, *query = value + SIZE, *gradient = query + SIZE, *weight = gradient + SIZE;

@@ -112,7 +112,10 @@ void add_weighted(float (&sum)[ROW_TILES][HEAD_DIM / 8][4], const float (&weight
 #pragma unroll
         for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) a[i][e] = pack(weight[i][2 * k + e / 2][e % 2 * 2], weight[i][2 * k + e / 2][e % 2 * 2 + 1]);
+            for (int e = 0; e < 4; e++) {
+                const float(&c)[4] = weight[i][2 * k + e / 2];  // columns 8.. of a come from the second c
+                a[i][e] = pack(c[e % 2 * 2], c[e % 2 * 2 + 1]);
+            }
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 16; j++) {
             unsigned b[4];

@@ -37,9 +37,9 @@ void load_row(float (&value)[PARTS], const T* row, int head_dim) {
 
 // Grid (B n, H, splits). Block `split` takes the keys from split * share on.
 template <typename T, int SIZE>
-__global__ void __launch_bounds__(THREADS) decode_attention_partial(float* partial, const T* qkv, T* keys, T* values, const int* length,
-                                                                    int count, int context, int heads, int kv_heads, int head_dim,
-                                                                    int share, float scale) {
+__global__ void __launch_bounds__(THREADS)
+    decode_attention_partial(float* partial, const T* qkv, T* keys, T* values, const int* length, int count, int context,
+                             int heads, int kv_heads, int head_dim, int share, float scale) {
     constexpr int TEAMS = THREADS / LANES;  // keys that the block has in hand
     constexpr int PARTS = THREADS / LANES;  // features of a lane
     __shared__ float team_largest[TEAMS], team_total[TEAMS], team_sum[TEAMS][THREADS];
