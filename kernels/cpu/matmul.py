@@ -11,28 +11,34 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from kernels.cpu.bias import bias_forward
 from kernels.cpu.jit import pjit
-from kernels.cpu.tile import FULL, HALF, ROWS, VECTOR_BYTES, multiply
+from kernels.cpu.tile import FULL, HALF, VECTOR_BYTES, multiply
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 # Rows of c in a task, and terms of its sums before the next tile's turn.
 BLOCK, DEPTH = 64, 512
+# Up to this many rows, as decoding has, a copy of the weight in panels would take longer than what the tiles save.
+FEW = 16
 
 
-def matmul_forward(out: Array, inp: Array, weight: Array) -> None:
-    """out = inp @ weight^T.
+def matmul_forward(out: Array, inp: Array, weight: Array, bias: Array | None = None) -> None:
+    """out = inp @ weight^T (+ bias).
 
     Args:
         out:    (rows, outputs), overwritten.
         inp:    (rows, inputs).
         weight: (outputs, inputs).
+        bias:   (outputs,), or None.
     """
-    if len(inp) < ROWS:
+    if len(inp) <= FEW:
         _dot_products(out, inp, weight)
     else:
         panels, edge = _panels(weight.T)
         _product(out, inp, _contiguous(panels), edge, False)
+    if bias is not None:
+        bias_forward(out, out, bias)
 
 
 def matmul_backward(dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, *, add_dinp: bool = False) -> None:
@@ -62,7 +68,7 @@ def _panels(b: Array) -> tuple[Array, Array]:
 
 @pjit
 def _dot_products(out, inp, weight):  # type: ignore[no-untyped-def]
-    """For few rows, as a decoded token is, where a copy of the weight would take longer than the product."""
+    """For few rows; each row's bits do not depend on how many there are."""
     for output in prange(weight.shape[0]):
         for row in range(inp.shape[0]):
             total = out.dtype.type(0)
