@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kernels.batch import Batch, check, document_start, head_targets
 from kernels.config import ModelConfig, Numerics
 from kernels.devices import open_ops
-from kernels.memory import Arena, Buffer, check_fits, memory_plan, report
+from kernels.memory import Arena, check_fits, plan, report
 from kernels.model import Cache, Transformer
 from kernels.parameters import decay_runs, initial_weights, named, parameter_table
 
@@ -185,15 +185,8 @@ class Engine:
         flat, o = self._flat, optimizer
         self.ops.grad_norm(norm, flat["gradients"])
         self.ops.adamw(
-            flat["parameters"],
-            flat["exp_avg"],
-            flat["exp_avg_sq"],
-            flat["gradients"],
-            flat.get("weights"),
-            flat["decays"],
-            norm,
-            lr,
-            step,
+            flat["parameters"], flat["exp_avg"], flat["exp_avg_sq"], flat["gradients"], flat.get("weights"), flat["decays"],
+            norm, lr, step,
             beta1=o.beta1, beta2=o.beta2, eps=o.eps,
             weight_decay=o.weight_decay, grad_clip=o.grad_clip,
         )  # fmt: skip
@@ -234,24 +227,39 @@ class Engine:
         Raises:
             ValueError: the cache has no room for n more tokens.
         """
-        batch, count = tokens.shape
-        if cache.length + count > self.config.context:
-            raise ValueError(f"context: {cache.length} + {count} tokens exceed model.context = {self.config.context}")
+        return self._host_logits(self._append(tokens, cache, 1)[1])
+
+    def decode_heads(self, tokens: NDArray[np.int32], cache: Cache, last: int) -> NDArray[np.float32]:
+        """Append tokens (1, n) as decode does; return every head's logits (last, K, V) after each of the `last` of them."""
+        norm, logits = self._append(tokens, cache, last)
+        heads = [self._host_logits(logits)]  # before the next head's overwrite them
+        heads += [self._host_logits(self._model.head_logits(k, norm)) for k in range(1, self.config.mtp_heads)]
+        return np.stack(heads, axis=1)
+
+    def _append(self, tokens: Array, cache: Cache, last: int) -> tuple[Array, Array]:
+        """Read tokens (B, n) into the cache; the final stream and head 0's logits (B * last, ...) after the last of them."""
+        assert len(tokens) == 1 or last == 1
+        (batch, count), context = tokens.shape, self.config.context
+        if cache.length + count > context:
+            raise ValueError(f"context: {cache.length} + {count} tokens exceed model.context = {context}")
         length = self._input("length", np.int32(cache.length))
         taken, start = self._input("tokens", tokens), self._input("start", np.full(tokens.shape, -cache.length, np.int32))
-        logits = self._arena.view("logits", (batch, self.config.padded_vocab))
-        if count == 1:
-            self.ops.replay(("decode", batch, id(cache)), lambda: self._decode(taken, start, cache, length))
-        else:
-            self._decode(taken, start, cache, length)
-        cache.length += count
-        return self.ops.download(logits)[:, : self.config.vocab_size].astype(np.float32)
+        norm = self._arena.view("branch", (batch * last, self.config.dim))
+        logits = self._arena.view("logits", (batch * last, self.config.padded_vocab))
 
-    def _decode(self, tokens: Array, start: Array, cache: Cache, length: Array) -> None:
-        norm, (batch, count) = self._model.forward(tokens, start, cache, length), tokens.shape
-        last = self._arena.view("branch", (batch, self.config.dim))
-        self.ops.copy_rows(last, norm, count - 1, count)
-        self._model.head_logits(0, last)
+        def work() -> None:
+            self.ops.copy_rows(norm, self._model.forward(taken, start, cache, length), count - last, count if last == 1 else 1)
+            self._model.head_logits(0, norm)
+
+        if count == last:  # prompts, of any length, are not worth a graph each
+            self.ops.replay(("decode", tokens.shape, id(cache)), work)
+        else:
+            work()
+        cache.length += count
+        return norm, logits
+
+    def _host_logits(self, logits: Array) -> NDArray[np.float32]:
+        return self.ops.download(logits)[:, : self.config.vocab_size].astype(np.float32)
 
     def state(self) -> dict[str, Array]:
         """A copy of all that training needs to go on bit for bit: parameters, moments and the count of updates."""
@@ -290,11 +298,3 @@ class Engine:
         """Check a batch; its tokens, and where their documents begin, on the device."""
         check(batch, self.micro_batch, self.config.context, self.config.vocab_size)
         return self._input("tokens", batch.tokens), self._input("start", document_start(batch.document))
-
-
-def plan(config: ModelConfig, numerics: Numerics, micro_batch: int, ops: Any, *, training: bool = True) -> list[Buffer]:
-    """The memory plan of an engine over a device's operations."""
-    return memory_plan(
-        config, numerics, micro_batch, training=training, dtype=ops.dtype, storage=ops.storage,
-        workspace_bytes=ops.workspace_bytes(config, micro_batch * config.context),
-    )  # fmt: skip

@@ -2,6 +2,9 @@
 
 When the context is full, its last half is kept and read anew, and generation goes on from there; a prompt longer than the
 context is cut to that half likewise.
+
+A model whose prediction heads draft can write several tokens a pass: head k guesses the token k + 1 ahead, and one pass over
+the guesses tells how many of them head 0 would have drawn itself.
 """
 
 import math
@@ -12,6 +15,7 @@ from itertools import islice, takewhile
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.cpu.sampling import pick, probabilities
 from kernels.cpu.sampling import sampling as draw
 from kernels.engine import Engine
 
@@ -46,6 +50,35 @@ class Sampling:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)}")
 
 
+@dataclass
+class Speculation:
+    """Drafting by the prediction heads beyond the first, and how it went: counts over all that was generated with it.
+
+    Args:
+        mtp_heads: of the model.
+        passes:    of the model, the reading of prompts among them.
+        drafted:   tokens that heads 1 .. mtp_heads - 1 guessed.
+        accepted:  those of them that were taken.
+
+    Raises:
+        ValueError: there is no head to draft with.
+    """
+
+    mtp_heads: int
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mtp_heads < 2:
+            raise ValueError(f"speculative: expected a model with model.mtp_heads of at least 2, got {self.mtp_heads}")
+
+    def describe(self) -> str:
+        """The counts, in a line."""
+        rate, tokens = self.accepted / max(1, self.drafted), 1 + self.accepted / max(1, self.passes)
+        return f"{tokens:.2f} tokens a pass, {self.accepted} of {self.drafted} drafted tokens ({rate:.0%}) taken"
+
+
 def generate(
     engine: Engine,
     prompt: Sequence[int],
@@ -54,6 +87,7 @@ def generate(
     max_tokens: int,
     stop: Collection[int] = (),
     banned: Collection[int] = (),
+    speculation: Speculation | None = None,
 ) -> Iterator[int]:
     """The ids that follow a prompt, each as soon as it is drawn.
 
@@ -64,13 +98,19 @@ def generate(
         max_tokens: most ids drawn, one of `stop` among them; fewer came if and only if the model ended by itself.
         stop: ids that end it; never in the result.
         banned: ids that are never drawn.
+        speculation: where it is given, the heads draft, and it counts. At temperature 0 the ids stay the same, where no two
+            logits are so near that a product of more rows rounds them apart; else their distribution does, not the draws.
 
     Raises:
         ValueError: the prompt is empty or holds an id that the model doesn't know, or max_tokens is below 1.
     """
-    windows, draws = _windows(engine, [prompt], max_tokens), [_uniforms(sampling, 0)]
-    columns = islice(_columns(engine, windows, sampling, draws, banned), max_tokens)
-    return takewhile(lambda token: token not in stop, (int(column[0]) for column in columns))
+    windows, draws = _windows(engine, [prompt], max_tokens), _uniforms(sampling, 0)
+    tokens: Iterator[int]
+    if speculation is None:
+        tokens = (int(column[0]) for column in _columns(engine, windows, sampling, [draws], banned))
+    else:
+        tokens = _speculative(engine, windows[0], sampling, draws, banned, speculation)
+    return takewhile(lambda token: token not in stop, islice(tokens, max_tokens))
 
 
 def generate_batch(
@@ -166,3 +206,70 @@ def _columns(
         column = np.full(len(rows), -1, np.int32)
         column[due] = drawn
         yield column
+
+
+def _speculative(
+    engine: Engine,
+    row: list[int],
+    sampling: Sampling,
+    draws: np.random.Generator,
+    banned: Collection[int],
+    speculation: Speculation,
+) -> Iterator[int]:
+    """Without end, the tokens drawn after a row, those of a pass together.
+
+    A pass reads the last token drawn, whose place in the cache is still empty, and a draft of every head for those after it.
+    Where the context has no room for all of them it reads none, so that each token follows the window that it has without
+    drafts, and a GPU sees few shapes.
+    """
+
+    def distribution(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+        return probabilities(logits, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+
+    forbidden = np.array(sorted(banned), np.int64)
+    cache, context, guessing = engine.cache(), engine.config.context, np.empty((0, 0), np.float32)
+    while True:
+        if cache.length == context:
+            row, guessing = row[-_half(engine) :], guessing[:0]
+            cache.truncate(0)
+        room = context - len(row)
+        guesses = [distribution(logits) for logits in guessing] if len(guessing) <= room else []
+        drafts = [pick(guess, draws.random()) for guess in guesses]
+        fed = np.array([row[cache.length :] + drafts], np.int32)
+        logits = engine.decode_heads(fed, cache, 1 + len(drafts))
+        logits[:, :, forbidden] = -np.inf
+        tokens = _verified(map(distribution, logits[:, 0]), guesses, drafts, draws)
+        cache.truncate(len(row) + len(tokens) - 1)
+        row, guessing = row + tokens, logits[len(tokens) - 1, 1:]
+        speculation.passes += 1
+        speculation.drafted += len(drafts)
+        speculation.accepted += len(tokens) - 1
+        yield from tokens
+
+
+def _verified(
+    targets: Iterator[NDArray[np.float64]],
+    guesses: list[NDArray[np.float64]],
+    drafts: list[int],
+    draws: np.random.Generator,
+) -> list[int]:
+    """The drafts that are taken and one token more, all distributed as if each had been drawn from its target.
+
+    A draft x is taken with probability min(1, target[x] / guess[x]); the first that is not is replaced by a draw from what of
+    the target exceeds the guess, and those after it are dropped.
+
+    Args:
+        targets: (V,) probabilities of the token in each draft's place, and of the one after the last.
+        guesses: (V,) probabilities that each draft was drawn with.
+        drafts:  ids.
+
+    Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318.
+    """
+    taken: list[int] = []
+    for draft, guess, target in zip(drafts, guesses, targets, strict=False):
+        if draws.random() * guess[draft] >= target[draft]:
+            excess = np.maximum(target - guess, 0)
+            # Equal but for rounding, the two may leave no excess.
+            return [*taken, pick(excess if excess.any() else target, draws.random())]
+        taken.append(draft)
+    return [*taken, pick(next(targets), draws.random())]

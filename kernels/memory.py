@@ -170,6 +170,14 @@ def memory_plan(
     return plan
 
 
+def plan(config: ModelConfig, numerics: Numerics, micro_batch: int, ops: Any, *, training: bool = True) -> list[Buffer]:
+    """The memory plan of an engine over a device's operations."""
+    return memory_plan(
+        config, numerics, micro_batch, training=training, dtype=ops.dtype, storage=ops.storage,
+        workspace_bytes=ops.workspace_bytes(config, micro_batch * config.context),
+    )  # fmt: skip
+
+
 def check_fits(plan: list[Buffer], micro_batch: int, available: int) -> None:
     """Refuse a plan that is larger than the device's memory.
 

@@ -16,9 +16,9 @@ from io import TextIOWrapper
 from typing import Any, Literal
 
 from kernels.engine import Engine
-from kernels.generation import Sampling, generate
+from kernels.generation import Sampling, Speculation, generate
 from stages.conversations import END, render_prompt, special_id
-from stages.generate import at_least_one, banner, command_parser, open_model, sampling_of, show
+from stages.generate import at_least_one, banner, command_parser, open_model, sampling_of, show, speculation_of
 from stages.settings import command_main
 from stages.tokenizer import Tokenizer, Utf8Stream
 
@@ -46,10 +46,13 @@ class Chat:
         engine, words: the model and its tokenizer.
         sampling: how tokens are drawn; the seed counts up by one an answer.
         max_tokens: of an answer.
+        speculation: whether the prediction heads draft.
     """
 
-    def __init__(self, engine: Engine, words: Tokenizer, sampling: Sampling, max_tokens: int) -> None:
-        self._engine, self._words = engine, words
+    def __init__(
+        self, engine: Engine, words: Tokenizer, sampling: Sampling, max_tokens: int, speculation: Speculation | None = None
+    ) -> None:
+        self._engine, self._words, self._speculation = engine, words, speculation
         self.sampling, self.max_tokens = sampling, max_tokens
         self.messages: list[dict[str, str]] = []
         self._answers = 0
@@ -88,9 +91,10 @@ class Chat:
         prompt, stream = render_prompt(messages, self._words).tolist(), Utf8Stream(self._words)
         limit = min(self.max_tokens, self._engine.config.context - len(prompt))
         sampling = replace(self.sampling, seed=self.sampling.seed + self._answers)
+        settings: dict[str, Any] = {"stop": [self._end], "banned": self._banned, "speculation": self._speculation}
         ids: list[int] = []
         try:
-            for token in generate(self._engine, prompt, sampling, max_tokens=limit, stop=[self._end], banned=self._banned):
+            for token in generate(self._engine, prompt, sampling, max_tokens=limit, **settings):
                 ids.append(token)
                 write(stream.feed([token]))
             write(stream.flush())
@@ -126,6 +130,7 @@ class Chat:
         return (
             f"temperature {s.temperature:g}, top_k {s.top_k}, top_p {s.top_p:g}, seed {s.seed}, max_tokens {self.max_tokens}; "
             f"{turns} turn{'s' * (turns != 1)}, {used} of {self._engine.config.context} tokens"
+            + (f"; {self._speculation.describe()}" if self._speculation else "")
         )
 
     def _length(self, messages: list[dict[str, str]]) -> int:
@@ -201,7 +206,7 @@ def run(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     sampling, max_tokens = sampling_of(args), at_least_one("max_tokens", args.max_tokens)
     engine, words = open_model(args.model, args.tokenizer)
-    chat = Chat(engine, words, sampling, max_tokens)
+    chat = Chat(engine, words, sampling, max_tokens, speculation_of(args, engine))
     if args.prompt is not None:
         if reply(chat, args.prompt) == "interrupt":
             raise KeyboardInterrupt

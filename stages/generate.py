@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kernels.config import Numerics
 from kernels.engine import Engine
-from kernels.generation import Sampling, generate
+from kernels.generation import Sampling, Speculation, generate
 from stages.checkpoint import MODEL, Checkpoint, load
 from stages.conversations import special_id
 from stages.settings import command_main
@@ -38,6 +38,7 @@ def command_parser(name: str, description: str, model: str) -> ArgumentParser:
     add("--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token; default 0.8")
     add("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest tokens, 0 is off; default 50")
     add("--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest with a share P, 1 is off; default 1")
+    add("--speculative", action="store_true", help="let the prediction heads draft tokens, for several a pass")
     add("--seed", type=int, help="repeats a run; drawn anew where it is not given")
     return parser
 
@@ -81,6 +82,11 @@ def open_model(model: str, tokenizer: Path) -> tuple[Engine, Tokenizer]:
     return engine, words
 
 
+def speculation_of(args: Namespace, engine: Engine) -> Speculation | None:
+    """What --speculative asks for; ValueError where the model has no head to draft with."""
+    return Speculation(engine.config.mtp_heads) if args.speculative else None
+
+
 def banner(model: str, engine: Engine, sampling: Sampling) -> str:
     """A line: what writes, on what, and the seed that repeats it."""
     return f"{model} model, context {engine.config.context}; {engine.describe()}; seed {sampling.seed}"
@@ -106,6 +112,7 @@ def run(argv: list[str]) -> None:
     sampling, count = sampling_of(args), at_least_one("count", args.count)
     max_tokens = at_least_one("max_tokens", args.max_tokens)
     engine, words = open_model(args.model, args.tokenizer)
+    speculation = speculation_of(args, engine)
     print(banner(args.model, engine, sampling), file=sys.stderr)
     text = words.encode(sys.stdin.buffer.read() if args.prompt == "-" else args.prompt).tolist()
     prompt = [special_id(words, SEPARATOR), *text]
@@ -114,9 +121,11 @@ def run(argv: list[str]) -> None:
         show("-" * 40 + "\n" if number else "")
         show(words.decode(prompt))
         stream, drawn = Utf8Stream(words), replace(sampling, seed=sampling.seed + number)
-        for token in generate(engine, prompt, drawn, max_tokens=max_tokens, stop=stop):
+        for token in generate(engine, prompt, drawn, max_tokens=max_tokens, stop=stop, speculation=speculation):
             show(stream.feed([token]))
         show(stream.flush() + "\n")
+    if speculation:
+        print(speculation.describe(), file=sys.stderr)
 
 
 def main() -> None:

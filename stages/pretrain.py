@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kernels.devices import open_ops
-from kernels.engine import Engine, plan
+from kernels.engine import Engine
 from kernels.generation import Sampling, generate
-from kernels.memory import report
+from kernels.memory import plan, report
 from stages.batches import EvalWindows, PretrainBatches
 from stages.settings import Settings, stage_main
 from stages.shard_format import SEPARATOR, open_split

@@ -10,9 +10,9 @@ from itertools import takewhile
 from pathlib import Path
 
 from kernels.devices import open_ops
-from kernels.engine import Engine, plan
+from kernels.engine import Engine
 from kernels.generation import Sampling, generate
-from kernels.memory import report
+from kernels.memory import plan, report
 from stages.checkpoint import load
 from stages.conversations import END, PAD, read_conversations, render_all, render_prompt, special_id
 from stages.packing import EvalConversations, SftBatches

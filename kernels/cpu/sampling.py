@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Ids = np.ndarray[Any, np.dtype[np.int32]]
@@ -25,16 +26,33 @@ def sampling(out: Ids, logits: Array, uniform: Array, *, temperature: float, top
     Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p).
     """
     for row in range(len(out)):
-        out[row] = _draw(logits[row], float(uniform[row]), temperature, top_k, top_p)
+        ids, weights = _candidates(logits[row], temperature, top_k, top_p)
+        out[row] = ids[pick(weights, float(uniform[row]))]
 
 
-def _draw(logits: Array, uniform: float, temperature: float, top_k: int, top_p: float) -> int:
+def probabilities(logits: Array, *, temperature: float, top_k: int, top_p: float) -> NDArray[np.float64]:
+    """(V,) fp64: with which probability `sampling` draws each token after logits (V,)."""
+    ids, weights = _candidates(logits, temperature, top_k, top_p)
+    result = np.zeros(len(logits))
+    result[ids] = weights / weights.sum()
+    return result
+
+
+def pick(weights: Array, uniform: float) -> int:
+    """The index at which the cumulative sum of weights, not negative, passes `uniform` of the whole; one of a positive weight."""
+    cumulative = np.cumsum(weights)
+    place = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
+    return int(min(place, np.searchsorted(cumulative, cumulative[-1])))  # the product may round up to the whole
+
+
+def _candidates(logits: Array, temperature: float, top_k: int, top_p: float) -> tuple[NDArray[np.intp], Array]:
+    """The tokens that may be drawn, likeliest first, and their probabilities times a constant, fp64."""
     if temperature == 0:
-        return int(np.argmax(logits))
+        return np.argmax(logits, keepdims=True), np.ones(1)
     order = np.argsort(-logits, kind="stable")[: top_k or None]
     scaled = logits[order].astype(np.float64) / temperature
-    cumulative = np.cumsum(np.exp(scaled - scaled[0]))
+    weights = np.exp(scaled - scaled[0])
+    cumulative = np.cumsum(weights)
     # Ends just past the first token at which the sum reaches top_p of the whole.
     kept = int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1 if top_p < 1 else len(order)
-    place = np.searchsorted(cumulative[:kept], uniform * cumulative[kept - 1], side="right")
-    return int(order[min(int(place), kept - 1)])
+    return order[:kept], weights[:kept]
