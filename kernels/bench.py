@@ -3,6 +3,7 @@
     python -m kernels.bench train  --model euler_1m --batch 32 --seq 128      a whole update: ms, tokens/s, TFLOP/s
     python -m kernels.bench decode --model euler_1m                           one token at batch 1 over the KV cache
     python -m kernels.bench ops    --model euler_1m --batch 32 --seq 128      the update by operation, beside its floor
+    python -m kernels.bench attention --model gpt2_124m --precision bf16 --seq 1024     on a GPU: forward and backward alone
     python -m kernels.bench matmul --batch 32 --seq 1024                      a GPU's products: the library's and our own
 
 Times are medians over --steps timed steps after --warmup; tokens are random, drawn anew for each step.
@@ -96,18 +97,18 @@ class TimedOps:
     """Stands in front of a device's operations and notes each call's seconds, bytes and FLOPs."""
 
     def __init__(self, ops: Any) -> None:
-        self._ops = ops
+        self.ops = ops
         self.calls: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
 
     def __getattr__(self, name: str) -> Any:
-        op = getattr(self._ops, name)
+        op = getattr(self.ops, name)
         if not name.endswith(("_forward", "_backward")) and name not in ("grad_norm", "adamw"):
             return op
 
         def timed(*args: Any, **constants: Any) -> None:
             begin = time.perf_counter()
             op(*args, **constants)
-            self._ops.synchronize()
+            self.ops.synchronize()
             seconds = time.perf_counter() - begin
             size = sum(getattr(a, "nbytes", 0) for a in args)
             flops = 0
@@ -123,22 +124,29 @@ class TimedOps:
         work()
 
 
-def ceilings() -> tuple[float, float]:
-    """What this machine reaches now: GB/s of a large copy, read and written, and GFLOP/s of a large product."""
-    source, square = np.ones(2**25, np.float32), np.ones((2048, 2048), np.float32)
-    target, product = np.empty_like(source), np.empty_like(square)
+def ceilings(ops: Any) -> tuple[float, float]:
+    """What this device reaches now: GB/s of a large copy, read and written, and GFLOP/s of a large product."""
+    rows, side = (2**21, 8192) if ops.name == "cuda" else (2**15, 2048)
 
-    def fastest(action: Any) -> float:
+    def array(*shape: int) -> Any:
+        memory = ops.allocate(shape[0] * shape[1] * ops.storage.itemsize).view(ops.storage).reshape(shape)
+        ops.upload(memory, np.random.default_rng(0).standard_normal(shape[1], np.float32))
+        return memory
+
+    def fastest(action: Callable[[], None]) -> float:
         times = []
         for _ in range(7):
             begin = time.perf_counter()
             action()
+            ops.synchronize()
             times.append(time.perf_counter() - begin)
         return min(times)
 
-    copy_s = fastest(lambda: np.copyto(target, source))
-    product_s = fastest(lambda: np.matmul(square, square, out=product))
-    return 2 * source.nbytes / copy_s / 1e9, 2 * 2048**3 / product_s / 1e9
+    target, source = array(rows, 1024), array(rows, 1024)
+    copy_s = fastest(lambda: ops.copy_rows(target, source, 0, 1))
+    out, inp, weight = (array(side, side) for _ in range(3))
+    product_s = fastest(lambda: ops.matmul_forward(out, inp, weight))
+    return 2 * source.nbytes / copy_s / 1e9, 2 * side**3 / product_s / 1e9
 
 
 def ops(args: argparse.Namespace) -> dict[str, Any]:
@@ -155,7 +163,7 @@ def ops(args: argparse.Namespace) -> dict[str, Any]:
         recorder.calls.clear()
         train_step(engine, random_batch(rng, config, args.batch, args.seq))
         steps.append({name: tuple(map(sum, zip(*calls, strict=True))) for name, calls in recorder.calls.items()})  # type: ignore[misc]
-    gbytes_per_s, gflops_per_s = ceilings()
+    gbytes_per_s, gflops_per_s = ceilings(recorder.ops)
     rows = {}
     for name in steps[-1]:
         seconds = statistics.median(step[name][0] for step in steps[args.warmup :])
@@ -176,6 +184,7 @@ def matmul(args: argparse.Namespace) -> dict[str, Any]:
     from kernels.cuda.device import Device, to_bf16
     from kernels.cuda.launch import BF16, FLOAT
     from kernels.cuda.matmul import multiply_own
+    from kernels.cuda.timing import milliseconds
 
     device, rows, results = Device(), args.batch * args.seq, {}
     device.use_workspace(device.allocate(cublaslt.WORKSPACE_BYTES))
@@ -200,12 +209,40 @@ def matmul(args: argparse.Namespace) -> dict[str, Any]:
             plan = cublaslt.plan(device, out, a, b, *how)
             works = [partial(plan.run, device, out, a, b, 0), partial(plan.run, device, out, a, b)]
             works.append(partial(multiply_own, device, out, a, b, *flags))
-            times = dict(zip(("first", "best", "own"), cublaslt.milliseconds(device, works), strict=True))
+            times = dict(zip(("first", "best", "own"), milliseconds(device, works), strict=True))
             row: dict[str, Any] = {"shape": (*out.shape, a.size // out.shape[0]), "candidate": plan.chosen}
             row |= {f"{which}_ms": round(ms, 4) for which, ms in times.items()}
             row |= {f"{which}_tflops": round(2 * rows * outputs * inputs / ms / 1e9, 1) for which, ms in times.items()}
             results[f"{name} {kind}"] = {**row, "own_of_best": round(times["best"] / times["own"], 3)}
     return {"device": device.model, "precision": "bf16", "cublaslt": cublaslt.version(), "products": results}
+
+
+def attention(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds and TFLOP/s of attention alone on the GPU, the causal half of its products counted (5 backward, 2 forward)."""
+    from kernels.cuda import CudaOps
+    from kernels.cuda.timing import milliseconds
+
+    c, rng = MODELS[args.model], np.random.default_rng(0)
+    ops = CudaOps(Numerics(precision=args.precision, attention=args.attention))
+    ops.use_workspace(ops.allocate(4 * args.batch * args.seq * c.heads + 4096))
+
+    def array(*shape: int, dtype: Any = ops.storage) -> Any:
+        memory = ops.allocate(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
+        ops.upload(memory, rng.standard_normal(shape, np.float32))
+        return memory
+
+    qkv, dqkv = (array(args.batch, args.seq, c.heads + 2 * c.kv_heads, c.head_dim) for _ in range(2))
+    out, dout = (array(args.batch, args.seq, c.heads, c.head_dim) for _ in range(2))
+    lse, start = array(args.batch, c.heads, args.seq, dtype=ops.dtype), array(args.batch, args.seq, dtype=np.dtype(np.int32))
+    ops.fill_zero(start)
+    works = [
+        lambda: ops.attention_forward(out, lse, qkv, start),
+        lambda: ops.attention_backward(dqkv, dout, out, lse, qkv, start),
+    ]
+    forward_ms, backward_ms = milliseconds(ops, works)
+    flops = 2 * args.batch * c.heads * args.seq**2 * c.head_dim  # of two products, half of each
+    rates = {"fwd_tflops": flops / forward_ms / 1e9, "bwd_tflops": 2.5 * flops / backward_ms / 1e9}
+    return {"fwd_ms": forward_ms, "bwd_ms": backward_ms, **rates}
 
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -216,7 +253,7 @@ def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {name: (shape[0], shape[1]) for name, shape in found.items()} | {"head": (config.padded_vocab, config.dim)}
 
 
-MODES = {"train": train, "decode": decode, "ops": ops, "matmul": matmul}
+MODES = {"train": train, "decode": decode, "ops": ops, "attention": attention, "matmul": matmul}
 
 
 def main() -> None:

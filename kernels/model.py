@@ -151,9 +151,7 @@ class Transformer:
         return self._rows(name, rows, self.config.ffn * (2 if self.config.mlp == "swiglu" else 1), layer)
 
     def _linear_forward(self, name: str, out: Array, inp: Array) -> None:
-        self.ops.matmul_forward(out, inp, self.weights[f"{name}.weight"])
-        if self.config.bias:
-            self.ops.bias_forward(out, out, self.weights[f"{name}.bias"])
+        self.ops.matmul_forward(out, inp, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def _linear_backward(self, name: str, dinp: Array, dout: Array, inp: Array) -> None:
         weight = f"{name}.weight"

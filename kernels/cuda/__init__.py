@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels.config import ModelConfig, Numerics
 from kernels.cpu.rope import rope_table
-from kernels.cuda import cublaslt
+from kernels.cuda import cublaslt, embedding
 from kernels.cuda.adamw import adamw
 from kernels.cuda.attention import attention_backward, attention_forward
 from kernels.cuda.bias import bias_backward, bias_forward
@@ -78,7 +78,18 @@ class CudaOps(Device):
 
     def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
         """The most that one operation needs while it runs."""
-        return 64 * 2**20
+        c, chunks = config, -(-rows // embedding.CHUNK)
+        widest = max(c.ffn * (2 if c.mlp == "swiglu" else 1), (c.heads + 2 * c.kv_heads) * c.head_dim)
+        needs = (
+            cublaslt.WORKSPACE_BYTES,
+            4 * rows * c.heads,  # attention's delta
+            4 * rows * c.heads * (2 + c.head_dim),  # the shares of cached attention, where all rows are new
+            2 * 4 * c.dim * 8 * self.processors,  # partial sums of a norm's two gradients
+            4 * (widest + 256) * 8 * self.processors,  # and of a bias's
+            4 * (chunks * c.padded_vocab + 3) + 16 * c.padded_vocab + 4 * rows,  # the embedding's lists of rows
+            4 * (chunks * c.context + 3) + 16 * c.context + 4 * rows,
+        )
+        return max(needs) + 16 * 256
 
     def rope_table(self, context: int, head_dim: int, base: float) -> Array:
         """kernels.cpu.rope.rope_table on the GPU, fp32."""

@@ -14,8 +14,6 @@ one adds them up in place.
 import ctypes
 import json
 import os
-import statistics
-from collections.abc import Callable, Sequence
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -28,6 +26,7 @@ from filelock import FileLock
 from kernels.cache import user_cache
 from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT
+from kernels.cuda.timing import milliseconds
 
 CHOICES = "cublaslt.json"
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
@@ -36,14 +35,14 @@ INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.ma
 # cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
 _TYPES, _NAMES = {FLOAT: 0, BF16: 14}, {FLOAT: "fp32", BF16: "bf16"}
 _COMPUTE = {"fp32": 68, "bf16": 68, "tf32": 77}
-_TRANSPOSE_FIRST, _TRANSPOSE_SECOND = 3, 4
+_TRANSPOSE_FIRST, _TRANSPOSE_SECOND, _EPILOGUE, _BIAS = 3, 4, 7, 8
+_ADD_BIAS = 4
 _MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _REDUCE_IN_COMPUTE_TYPE = 2
 _CANDIDATES = 8
 _BYTES = (16, 8, 4, 2)  # alignments of an address that are told apart
-# A timing is the median of so many samples of about so long; the first candidate within the margin of the fastest is taken, so
-# that a near tie is not decided by noise.
-_SAMPLES, _SAMPLE_MS, _MOST_CALLS, _MARGIN = 5, 1.0, 50, 1.01
+# The first candidate within the margin of the fastest is taken, so that a near tie is not decided by noise.
+_MARGIN = 1.01
 
 
 class _Candidate(ctypes.Structure):
@@ -62,6 +61,7 @@ class Product(NamedTuple):
         inputs, output: element types.
         precision: what the factors are rounded to: "fp32", "tf32" or "bf16".
         alignments: of the addresses of a, b and out, in bytes.
+        bias: whether a row (n,) of the output's type is added.
     """
 
     m: int
@@ -74,38 +74,44 @@ class Product(NamedTuple):
     output: np.dtype[Any]
     precision: str
     alignments: tuple[int, int, int]
+    bias: bool = False
 
     def __str__(self) -> str:
         operation = f"{'T' if self.transpose_a else 'N'}{'T' if self.transpose_b else 'N'}{'+' if self.accumulate else ''}"
         alignments = ",".join(map(str, self.alignments))
-        return f"{self.m}x{self.n}x{self.k} {operation} {_NAMES[self.inputs]}-{_NAMES[self.output]} {self.precision} {alignments}"
+        types = f"{_NAMES[self.inputs]}-{_NAMES[self.output]} {self.precision}{' bias' if self.bias else ''}"
+        return f"{self.m}x{self.n}x{self.k} {operation} {types} {alignments}"
 
 
 def multiply(
-    device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str
-) -> None:
-    """out (+)= op(a) @ op(b) on the device's stream; out is neither a nor b. The first call for a shape takes longer: it times.
+    device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str,
+    bias: Any = None,
+) -> None:  # fmt: skip
+    """out (+)= op(a) @ op(b) (+ bias), out neither a nor b. The first call for a shape takes longer: it times.
 
     Raises:
         ValueError: the library is missing, or has no algorithm for the product.
     """
-    plan(device, out, a, b, transpose_a, transpose_b, accumulate, precision).run(device, out, a, b)
+    found = plan(device, out, a, b, transpose_a, transpose_b, accumulate, precision, bias)
+    found.run(device, out, a, b, bias=bias)
 
 
 def plan(
-    device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str
-) -> "Plan":
+    device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str,
+    bias: Any = None,
+) -> "Plan":  # fmt: skip
     """The plan of a product, made at the first call for its shape; afterwards `out` holds what it did, or the product."""
     (m, n), k = out.shape, a.shape[0 if transpose_a else 1]
     alignments = _alignment(a), _alignment(b), _alignment(out)
-    product = Product(m, n, k, transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision, alignments)
+    product = Product(m, n, k, transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision, alignments,
+                      bias is not None)  # fmt: skip
     found = _PLANS.get(product)
     if found is None:
         assert not device.stream.is_capturing(), f"cuBLASLt: {product} has to run once before a graph captures it"
         assert a.shape == ((k, m) if transpose_a else (m, k)) and b.shape == ((n, k) if transpose_b else (k, n)), product
         assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), product
         found = Plan(product)
-        found.choose(device, out, a, b)
+        found.choose(device, out, a, b, bias)
         _PLANS[product] = found
     return found
 
@@ -131,10 +137,10 @@ class Plan:
         lib, p = _library(), product
         self._operation = c_void_p()
         _check(lib.cublasLtMatmulDescCreate(byref(self._operation), _COMPUTE[p.precision], _TYPES[FLOAT]), "MatmulDescCreate")
-        for attribute, transposed in ((_TRANSPOSE_FIRST, p.transpose_b), (_TRANSPOSE_SECOND, p.transpose_a)):
-            value = c_int32(int(transposed))
-            status = lib.cublasLtMatmulDescSetAttribute(self._operation, attribute, byref(value), sizeof(value))
-            _check(status, "MatmulDescSetAttribute")
+        self._set(_TRANSPOSE_FIRST, c_int32(int(p.transpose_b)))
+        self._set(_TRANSPOSE_SECOND, c_int32(int(p.transpose_a)))
+        if p.bias:
+            self._set(_EPILOGUE, c_int32(_ADD_BIAS))
         self._first = _layout(p.inputs, *((p.k, p.n) if p.transpose_b else (p.n, p.k)))
         self._second = _layout(p.inputs, *((p.m, p.k) if p.transpose_a else (p.k, p.m)))
         self._out = _layout(p.output, p.n, p.m)
@@ -144,8 +150,16 @@ class Plan:
             raise ValueError(f"cuBLASLt has no algorithm for {product}; set numerics.matmul to own")
         self.chosen = 0
 
-    def run(self, device: Device, out: Any, a: Any, b: Any, candidate: int | None = None, addend: Any = None) -> None:
+    def _set(self, attribute: int, value: Any) -> None:
+        status = _library().cublasLtMatmulDescSetAttribute(self._operation, attribute, byref(value), sizeof(value))
+        _check(status, "MatmulDescSetAttribute")
+
+    def run(
+        self, device: Device, out: Any, a: Any, b: Any, candidate: int | None = None, addend: Any = None, bias: Any = None
+    ) -> None:
         """Start the product. `addend` is added in place of what out holds, where the product accumulates."""
+        if self.product.bias:
+            self._set(_BIAS, c_void_p(bias.data.ptr))
         algorithm = self.candidates[self.chosen if candidate is None else candidate].algorithm
         workspace: Any = device.workspace(((WORKSPACE_BYTES,), np.uint8))[0]
         status = _library().cublasLtMatmul(
@@ -155,7 +169,7 @@ class Plan:
         )  # fmt: skip
         _check(status, f"Matmul ({self.product})")
 
-    def choose(self, device: Device, out: Any, a: Any, b: Any) -> None:
+    def choose(self, device: Device, out: Any, a: Any, b: Any, bias: Any = None) -> None:
         """Take the recorded choice, or time the candidates and record the fastest.
 
         A product that overwrites is timed on `out` itself, which then holds the product. One that accumulates must not add twice:
@@ -169,7 +183,7 @@ class Plan:
         times: list[float] = []
         target = _scratch(out) if self.product.accumulate else out
         if target is not None and len(self.candidates) > 1:
-            works = [partial(self.run, device, target, a, b, i, out) for i in range(len(self.candidates))]
+            works = [partial(self.run, device, target, a, b, i, out, bias) for i in range(len(self.candidates))]
             times = milliseconds(device, works)
             self.chosen = next(i for i, ms in enumerate(times) if ms <= _MARGIN * min(times))
         _record(key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None})
@@ -193,34 +207,6 @@ class Plan:
         )  # fmt: skip
         lib.cublasLtMatmulPreferenceDestroy(preference)
         return [one for one in offered[: count.value] if status == 0 and one.status == 0]
-
-
-def milliseconds(device: Device, works: Sequence[Callable[[], None]]) -> list[float]:
-    """What each takes, in a graph of many of its calls, as the host's part must not count; sampled in turns, as clocks change."""
-
-    def captured(work: Callable[[], None], calls: int) -> Any:
-        with device.stream:
-            device.stream.begin_capture()
-            for _ in range(calls):
-                work()
-            return device.stream.end_capture()
-
-    def sample(graph: Any) -> float:
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record(device.stream)
-        graph.launch(device.stream)
-        end.record(device.stream)
-        end.synchronize()
-        return float(cupy.cuda.get_elapsed_time(begin, end))
-
-    for work in works:  # loads its kernels, which a capture may not
-        work()
-    single = [captured(work, 1) for work in works]
-    estimates = [min(sample(graph), sample(graph)) for graph in single]
-    calls = [min(_MOST_CALLS, max(1, round(_SAMPLE_MS / max(ms, 1e-3)))) for ms in estimates]
-    graphs = [captured(work, n) for work, n in zip(works, calls, strict=True)]
-    samples = [[sample(graph) / n for graph, n in zip(graphs, calls, strict=True)] for _ in range(_SAMPLES)]
-    return [statistics.median(one) for one in zip(*samples, strict=True)]
 
 
 def _scratch(like: Any) -> Any:

@@ -7,15 +7,15 @@ from kernels.cuda.launch import Array, Kernel
 from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
 
 _BLOCK = 256  # not tuned, nor is the number of the adding kernels' blocks
-_ROWS = 1024  # of a block that counts and places
+CHUNK = 1024  # of a block that counts and places
 _SHORT = 32  # rows that one warp adds up; not tuned
 _WARP = 32
 _LONG_WARPS = 16  # that add up a longer list; not tuned
 _SHORT_BLOCKS_A_PROCESSOR, _LONG_BLOCKS_A_PROCESSOR = 8, 4
 _FORWARD = Kernel("embedding.cu", "embedding_forward", VECTOR_TEMPLATES)
-_COUNT_KEYS = Kernel("embedding.cu", "embedding_count_keys", ((_ROWS,),))
+_COUNT_KEYS = Kernel("embedding.cu", "embedding_count_keys", ((CHUNK,),))
 _MAKE_LISTS = Kernel("embedding.cu", "embedding_make_lists", ((_SHORT,),))
-_PLACE_ROWS = Kernel("embedding.cu", "embedding_place_rows", ((_ROWS,),))
+_PLACE_ROWS = Kernel("embedding.cu", "embedding_place_rows", ((CHUNK,),))
 _ADD_SHORT = Kernel("embedding.cu", "embedding_add_short", VECTOR_TEMPLATES)
 _ADD_LONG = Kernel("embedding.cu", "embedding_add_long", tuple((*template, _LONG_WARPS) for template in VECTOR_TEMPLATES))
 
@@ -49,7 +49,7 @@ def embedding_backward(
 
 def _add_by_key(device: Device, dweight: Array, dout: Array, tokens: Array | None, start: Array, length: int) -> None:
     (rows, dim), keys = dout.shape, dweight.shape[0]
-    blocks = -(-rows // _ROWS)
+    blocks = -(-rows // CHUNK)
     integers = blocks * keys + 3
     zeroed, begin, size, short_keys, long_keys, order = device.workspace(
         ((integers,), np.int32), *(((keys,), np.int32) for _ in range(4)), ((rows,), np.int32)
@@ -57,14 +57,14 @@ def _add_by_key(device: Device, dweight: Array, dout: Array, tokens: Array | Non
     counts, taken = zeroed[: blocks * keys], zeroed[blocks * keys :]
     device.fill_zero(zeroed)
     device.launch(
-        _COUNT_KEYS, (_ROWS,), blocks, _ROWS, counts=counts, tokens=tokens, start=start, rows=rows, length=length, keys=keys
+        _COUNT_KEYS, (CHUNK,), blocks, CHUNK, counts=counts, tokens=tokens, start=start, rows=rows, length=length, keys=keys
     )
     device.launch(
         _MAKE_LISTS, (_SHORT,), -(-keys // _BLOCK), _BLOCK,
         counts=counts, taken=taken, begin=begin, size=size, short_keys=short_keys, long_keys=long_keys, blocks=blocks, keys=keys,
     )  # fmt: skip
     device.launch(
-        _PLACE_ROWS, (_ROWS,), blocks, _ROWS,
+        _PLACE_ROWS, (CHUNK,), blocks, CHUNK,
         order=order, counts=counts, begin=begin, tokens=tokens, start=start, rows=rows, length=length, keys=keys,
     )  # fmt: skip
     vector = vector_size(dim, dout, dweight)

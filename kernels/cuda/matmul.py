@@ -9,13 +9,18 @@ Both sum in fp32 and round once to the type of the result.
 from typing import Any
 
 from kernels.cuda import cublaslt
+from kernels.cuda.bias import bias_forward
 from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Kernel
+from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
 
 # (type of the result; whether the sum runs along the rows of a, of b; whether 16 bytes are copied at once): the three products.
 _LAYOUTS = ((BF16, True, True), (BF16, True, False), (FLOAT, False, False))
 _MMA = Kernel("matmul_mma.cu", "matmul_mma", tuple((*layout, wide) for layout in _LAYOUTS for wide in (True, False)))
 _TILED = Kernel("matmul_tiled.cu", "matmul_tiled", tuple(layout[1:] for layout in _LAYOUTS))
+# Up to so many rows, as decoding has, a product is read off the weight by a warp an output, whatever the backend.
+_FEW_ROWS, _ROWS_WARPS = 4, 4
+_ROWS = Kernel("matmul_rows.cu", "matmul_rows", tuple((*t, rows) for t in VECTOR_TEMPLATES for rows in range(1, _FEW_ROWS + 1)))
 # The kernels' TILE and THREADS, and the bytes of _MMA's stages.
 _TILE = 128
 _MMA_THREADS, _MMA_SHARED_BYTES = 128, 65536
@@ -23,9 +28,24 @@ _TILED_THREADS = 256
 _WIDE_BYTES = 16
 
 
-def matmul_forward(device: Device, out: Any, inp: Any, weight: Any) -> None:
-    """See kernels.cpu.matmul.matmul_forward. out, inp and weight hold T; sums in fp32, one rounding."""
-    _multiply(device, out, inp, weight, transpose_b=True)
+def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = None) -> None:
+    """See kernels.cpu.matmul.matmul_forward. All arrays hold T; sums in fp32, the bias added before the one rounding.
+
+    Our own matrix kernel alone rounds twice where there is a bias.
+    """
+    (rows, outputs), inputs = out.shape, inp.shape[1]
+    if rows <= _FEW_ROWS:
+        size = vector_size(inputs, inp, weight)
+        device.launch(
+            _ROWS, (inp.dtype, size, rows), -(-outputs // _ROWS_WARPS), 32 * _ROWS_WARPS,
+            out=out, inp=inp, weight=weight, bias=bias, outputs=outputs, inputs=inputs,
+        )  # fmt: skip
+    elif device.matmul == "cublaslt":
+        cublaslt.multiply(device, out, inp, weight, False, True, False, device.precision, bias)
+    else:
+        multiply_own(device, out, inp, weight, transpose_b=True)
+        if bias is not None:
+            bias_forward(device, out, out, bias)
 
 
 def matmul_backward(device: Device, dinp: Any, dweight: Any, dout: Any, inp: Any, weight: Any, *, add_dinp: bool = False) -> None:

@@ -54,7 +54,8 @@ def inputs(shape: tuple[int, int, int], precision: str) -> Arrays:
     """Random fp32 arrays, those that bf16 holds exactly where that is the precision; dweight_before is fp32 always."""
     rows, outputs, width = shape
     rng = np.random.default_rng([rows, outputs, width])
-    sizes = {"inp": (rows, width), "weight": (outputs, width), "dout": (rows, outputs), "dinp_before": (rows, width)}
+    sizes: dict[str, tuple[int, ...]] = {"inp": (rows, width), "weight": (outputs, width), "dout": (rows, outputs)}
+    sizes |= {"dinp_before": (rows, width), "bias": (outputs,)}
     arrays = {name: rng.standard_normal(size, np.float32) for name, size in sizes.items()}
     if precision == "bf16":
         arrays = {name: from_bf16(to_bf16(array)) for name, array in arrays.items()}
@@ -69,7 +70,8 @@ class Case:
         self.shift = shift
         device.precision = precision
         self.inp, self.weight, self.dout = (self.array(a[name]) for name in ("inp", "weight", "dout"))
-        self.out, self.dinp = self.array(a["dout"] * np.nan), self.array(a["inp"] * np.nan)
+        self.out, self.biased = (self.array(a["dout"] * np.nan) for _ in range(2))
+        self.bias, self.dinp = self.array(a["bias"]), self.array(a["inp"] * np.nan)
         self.dinp_added = self.array(a["dinp_before"])
         self.dweight, self.dweight_again = (self.array(a["dweight_before"], FLOAT) for _ in range(2))
 
@@ -82,12 +84,13 @@ class Case:
     def launch(self) -> None:
         """All three products, dinp both ways."""
         matmul_forward(self.device, self.out, self.inp, self.weight)
+        matmul_forward(self.device, self.biased, self.inp, self.weight, self.bias)
         matmul_backward(self.device, self.dinp, self.dweight, self.dout, self.inp, self.weight)
         matmul_backward(self.device, self.dinp_added, self.dweight_again, self.dout, self.inp, self.weight, add_dinp=True)
 
     def results(self) -> Arrays:
         """On the host, as fp32."""
-        names = ("out", "dinp", "dinp_added", "dweight", "dweight_again")
+        names = ("out", "biased", "dinp", "dinp_added", "dweight", "dweight_again")
         return {name: self.device.download(getattr(self, name)) for name in names}
 
 
@@ -120,7 +123,11 @@ def products(a: Arrays, multiply: Callable[[Array, Array], Array], dtype: Any) -
     dinp = multiply(dout, weight)
     dweight = a["dweight_before"].astype(dtype) + multiply(dout.T, inp)
     added = a["dinp_before"].astype(dtype) + dinp
-    return {"out": multiply(inp, weight.T), "dinp": dinp, "dinp_added": added, "dweight": dweight, "dweight_again": dweight}
+    out = multiply(inp, weight.T)
+    biased = out + a["bias"].astype(dtype)
+    return {
+        "out": out, "biased": biased, "dinp": dinp, "dinp_added": added, "dweight": dweight, "dweight_again": dweight
+    }  # fmt: skip
 
 
 def assert_products(got: Arrays, a: Arrays, precision: str) -> None:
@@ -132,7 +139,7 @@ def assert_products(got: Arrays, a: Arrays, precision: str) -> None:
     factors = {name: truncated(a[name]) for name in ("inp", "weight", "dout")} if precision == "tf32" else {}
     baseline = products({**a, **factors}, partial(summed, terms=1 if precision == "fp32" else CORE_TERMS), np.float32)
     if precision == "bf16":
-        baseline |= {name: from_bf16(to_bf16(baseline[name])) for name in ("out", "dinp", "dinp_added")}
+        baseline |= {name: from_bf16(to_bf16(baseline[name])) for name in ("out", "biased", "dinp", "dinp_added")}
     magnitude = products({name: np.abs(array) for name, array in a.items()}, np.matmul, np.float64)
     for name, expected in oracle.items():
         error = float(np.abs(baseline[name].astype(np.float64) - expected).max())

@@ -151,6 +151,8 @@ def product_calls(m: Maker, s: Sizes) -> Calls:
         yield "embedding_backward", (f(s.padded_vocab, dim), dposition, t(rows, dim), ids, ids), {}
     inp, weight, out = t(rows, dim), t(s.padded_vocab, dim), t(rows, s.padded_vocab)
     yield "matmul_forward", (out, inp, weight), {}
+    for few in range(1, 5):
+        yield "matmul_forward", (t(few, s.padded_vocab), t(few, dim), weight, t(s.padded_vocab)), {}
     for add in (False, True):
         yield "matmul_backward", (inp, f(s.padded_vocab, dim), out, inp, weight), {"add_dinp": add}
 
