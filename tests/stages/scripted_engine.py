@@ -70,9 +70,9 @@ class ScriptedEngine:
         return "scripted"
 
 
-def write_model(root: Path, *, context: int = 32) -> None:
+def write_model(root: Path, *, context: int = 32, mtp_heads: int = 1) -> None:
     """An untrained model as base and chat checkpoint, and its tokenizer, where the pipeline has them below `root`."""
-    config = ModelConfig(WORDS.vocab_size, 1, 2, 1, 8, 8, context)
+    config = ModelConfig(WORDS.vocab_size, 1, 2, 1, 8, 8, context, mtp_heads)
     weights = Engine(config, Numerics(), micro_batch=1, seed=1, training=False).weights()
     WORDS.save(root / "data/train_bpe/tokenizer.json")
     for stage in ("pretrain", "sft"):

@@ -142,6 +142,20 @@ def test_arguments_are_validated(
     assert capsys.readouterr().err.startswith(f"error: {name}: expected ")
 
 
+# With drafts the likeliest text must stay the same, and what they were worth be told; a model of one head has none to offer.
+def test_speculative(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run_main(monkeypatch, "--speculative") == 1
+    assert capsys.readouterr().err.startswith("error: speculative: expected a model with model.mtp_heads of at least 2")
+    write_model(tmp_path, mtp_heads=3)
+    texts = []
+    for options in ([], ["--speculative"]):
+        assert run_main(monkeypatch, "--temperature", "0", "--max-tokens", "60", *options) == 0
+        texts.append(capsys.readouterr())
+    assert texts[0].out == texts[1].out
+    assert "tokens a pass" in texts[1].err
+    assert "tokens a pass" not in texts[0].err
+
+
 # Ctrl-C ends the command as a shell expects it, without a traceback.
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     scripted(monkeypatch, [*ids("ab"), CTRL_C])
