@@ -84,11 +84,12 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
     """The median of one greedy token at batch 1, the cache filling as it goes."""
     config, engine = MODELS[args.model], open_engine(args, training=False)
     cache, token, times = engine.cache(), np.zeros((1, 1), np.int32), []
+    uniform, banned = np.zeros(1), np.empty(0, np.int32)
     for _ in range(args.warmup + args.steps):
         if cache.length == config.context:
             cache.truncate(0)
         begin = time.perf_counter()
-        token[0, 0] = engine.decode(token, cache)[0].argmax()
+        token[0] = engine.draw(token, cache, uniform, banned, temperature=0, top_k=0, top_p=1)
         times.append(time.perf_counter() - begin)
     return {"engine": engine.describe(), "ms_per_token": statistics.median(times[args.warmup :]) * 1e3}
 

@@ -6,7 +6,7 @@ the whole update, the weight of each position in the loss, comes in with it. Not
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,6 +229,22 @@ class Engine:
         """
         return self._host_logits(self._append(tokens, cache, 1)[1])
 
+    def draw(
+        self, tokens: Array, cache: Cache, uniform: Array, banned: Array, *, temperature: float, top_k: int, top_p: float
+    ) -> NDArray[np.int32]:
+        """Append tokens (B, n) as decode does; the token (B,) drawn after the last of them by kernels.cpu.sampling's rule."""
+        drawn, draws = self._arena.view("drawn", (len(tokens),)), self._input("uniform", uniform)
+        forbidden = self._input("banned", banned)
+        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+
+        def choose(logits: Array) -> None:
+            if len(banned):
+                self.ops.ban(logits, forbidden)
+            self.ops.sampling(drawn, logits, draws, vocab_size=self.config.vocab_size, **settings)
+
+        self._append(tokens, cache, 1, choose, (len(banned), *settings.values()))
+        return self.ops.download(drawn)
+
     def decode_heads(self, tokens: NDArray[np.int32], cache: Cache, last: int) -> NDArray[np.float32]:
         """Append tokens (1, n) as decode does; return every head's logits (last, K, V) after each of the `last` of them."""
         norm, logits = self._append(tokens, cache, last)
@@ -236,8 +252,13 @@ class Engine:
         heads += [self._host_logits(self._model.head_logits(k, norm)) for k in range(1, self.config.mtp_heads)]
         return np.stack(heads, axis=1)
 
-    def _append(self, tokens: Array, cache: Cache, last: int) -> tuple[Array, Array]:
-        """Read tokens (B, n) into the cache; the final stream and head 0's logits (B * last, ...) after the last of them."""
+    def _append(
+        self, tokens: Array, cache: Cache, last: int, then: Callable[[Array], None] | None = None, key: Any = None
+    ) -> tuple[Array, Array]:
+        """Read tokens (B, n) into the cache; the final stream and head 0's logits (B * last, ...) after the last of them.
+
+        `then` does something with the logits, in the same graph; `key` tells one such thing from another.
+        """
         assert len(tokens) == 1 or last == 1
         (batch, count), context = tokens.shape, self.config.context
         if cache.length + count > context:
@@ -250,9 +271,11 @@ class Engine:
         def work() -> None:
             self.ops.copy_rows(norm, self._model.forward(taken, start, cache, length), count - last, count if last == 1 else 1)
             self._model.head_logits(0, norm)
+            if then is not None:
+                then(logits)
 
         if count == last:  # prompts, of any length, are not worth a graph each
-            self.ops.replay(("decode", tokens.shape, id(cache)), work)
+            self.ops.replay(("decode", tokens.shape, key, id(cache)), work)
         else:
             work()
         cache.length += count

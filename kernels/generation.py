@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.cpu.sampling import pick, probabilities
-from kernels.cpu.sampling import sampling as draw
 from kernels.engine import Engine
 
 
@@ -181,26 +180,21 @@ def _columns(
     All rows begin at position 0 and are read together, so each has as many tokens in the cache: a row with a longer prompt
     reads on in it while the others are read what was drawn for them.
     """
-    forbidden = np.array(sorted(banned), np.int64)
+    forbidden = np.array(sorted(set(banned)), np.int32)
     cache, read, count = engine.cache(len(rows)), 0, min(map(len, rows))
     while True:
         if read + count > engine.config.context:  # every prompt is shorter, so what each row ends with was drawn
             read, count = 0, _half(engine)
             rows = [row[-count:] for row in rows]
             cache.truncate(0)
-        logits = engine.decode(np.array([row[read : read + count] for row in rows], np.int32), cache)
-        logits[:, forbidden] = -np.inf
+        due = [place for place, row in enumerate(rows) if len(row) == read + count]
+        uniform = np.zeros(len(rows))
+        uniform[due] = [draws[place].random() for place in due]
+        fed = np.array([row[read : read + count] for row in rows], np.int32)
+        drawn = engine.draw(
+            fed, cache, uniform, forbidden, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+        )[due]
         read, count = read + count, 1
-        due = [place for place, row in enumerate(rows) if len(row) == read]
-        drawn, uniform = np.empty(len(due), np.int32), np.array([draws[place].random() for place in due])
-        draw(
-            drawn,
-            logits[due],
-            uniform,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        )
         for place, token in zip(due, drawn.tolist(), strict=True):
             rows[place].append(token)
         column = np.full(len(rows), -1, np.int32)

@@ -130,6 +130,9 @@ def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtyp
         Buffer("targets", "inputs", (heads, rows), integer),
         Buffer("correct", "inputs", (rows,), np.dtype(np.bool_)),
         Buffer("length", "inputs", (), integer),
+        Buffer("drawn", "inputs", (rows,), integer),
+        Buffer("uniform", "inputs", (rows,), np.dtype(np.float64)),
+        Buffer("banned", "inputs", (config.vocab_size,), integer),
     ]
     if training:
         plan += [

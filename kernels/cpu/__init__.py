@@ -35,7 +35,7 @@ from kernels.cpu.rmsnorm import (
     rmsnorm_forward,
 )
 from kernels.cpu.rope import rope_backward, rope_forward, rope_table
-from kernels.cpu.sampling import sampling
+from kernels.cpu.sampling import ban, sampling
 from kernels.cpu.swiglu import swiglu_backward, swiglu_forward
 from kernels.cpu.weighted_sum import weighted_sum_forward
 
@@ -92,6 +92,7 @@ class CpuOps:
     grad_norm = staticmethod(grad_norm)
     adamw = staticmethod(adamw)
     sampling = staticmethod(sampling)
+    ban = staticmethod(ban)
 
     def upload(self, target: Array, source: Any) -> None:
         """Copy into an array of the device, which the CPU's are already."""

@@ -9,7 +9,9 @@ Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
-def sampling(out: Ids, logits: Array, uniform: Array, *, temperature: float, top_k: int, top_p: float) -> None:
+def sampling(
+    out: Ids, logits: Array, uniform: Array, *, vocab_size: int, temperature: float, top_k: int, top_p: float
+) -> None:
     """Draw one token a row from softmax(logits / temperature), cut to the likeliest tokens.
 
     Candidates are ranked by logit, the smaller id first among equals. top_k keeps the k first; top_p then keeps the shortest
@@ -17,8 +19,9 @@ def sampling(out: Ids, logits: Array, uniform: Array, *, temperature: float, top
 
     Args:
         out:     (B,) int32, overwritten.
-        logits:  (B, V).
+        logits:  (B, Vp); columns from vocab_size on are padding and take no part.
         uniform: (B,) fp64 in [0, 1), one independent draw a row.
+        vocab_size: V.
         temperature: 0 takes the likeliest token.
         top_k:   0 keeps all.
         top_p:   1 keeps all; in (0, 1].
@@ -26,8 +29,13 @@ def sampling(out: Ids, logits: Array, uniform: Array, *, temperature: float, top
     Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p).
     """
     for row in range(len(out)):
-        ids, weights = _candidates(logits[row], temperature, top_k, top_p)
+        ids, weights = _candidates(logits[row, :vocab_size], temperature, top_k, top_p)
         out[row] = ids[pick(weights, float(uniform[row]))]
+
+
+def ban(logits: Array, ids: Ids) -> None:
+    """Set the logits (B, Vp) of some tokens (n,) to -infinity, so that sampling never draws them."""
+    logits[:, ids] = -np.inf
 
 
 def probabilities(logits: Array, *, temperature: float, top_k: int, top_p: float) -> NDArray[np.float64]:

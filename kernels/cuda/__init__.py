@@ -34,7 +34,7 @@ from kernels.cuda.rmsnorm import (
     rmsnorm_forward,
 )
 from kernels.cuda.rope import rope_backward, rope_forward
-from kernels.cuda.sampling import sampling
+from kernels.cuda.sampling import ban, sampling
 from kernels.cuda.swiglu import swiglu_backward, swiglu_forward
 from kernels.cuda.weighted_sum import weighted_sum_forward
 
@@ -68,7 +68,7 @@ class CudaOps(Device):
     weighted_sum_forward = weighted_sum_forward
     grad_norm = grad_norm
     adamw = adamw
-    sampling = sampling
+    sampling, ban = sampling, ban
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()

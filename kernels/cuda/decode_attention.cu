@@ -116,10 +116,12 @@ __global__ void decode_attention_combine(T* out, const float* partial, int split
     const long long row = (long long)blockIdx.x * gridDim.y + blockIdx.y;
     const float* shares = partial + row * splits * (2 + head_dim);
     float largest = minus_infinity();  // finite in the end: a token sees itself
+#pragma unroll 8  // loads in flight
     for (int i = 0; i < splits; i++) largest = fmaxf(largest, shares[i * (2 + head_dim)]);
     const int d = threadIdx.x;
     if (d >= head_dim) return;
     float total = 0.0f, sum = 0.0f;
+#pragma unroll 8  // likewise
     for (int i = 0; i < splits; i++) {
         const float weight = __expf(shares[i * (2 + head_dim)] - largest);  // 0 of a share without keys
         total += weight * shares[i * (2 + head_dim) + 1];

@@ -31,7 +31,7 @@ _WIDE_BYTES = 16
 def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = None) -> None:
     """See kernels.cpu.matmul.matmul_forward. All arrays hold T; sums in fp32, the bias added before the one rounding.
 
-    Our own matrix kernel alone rounds twice where there is a bias.
+    With our own matrix kernel, and where rows are no multiple of 16 bytes, there is a second rounding before the bias.
     """
     (rows, outputs), inputs = out.shape, inp.shape[1]
     if rows <= _FEW_ROWS:
@@ -40,10 +40,10 @@ def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = 
             _ROWS, (inp.dtype, size, rows), -(-outputs // _ROWS_WARPS), 32 * _ROWS_WARPS,
             out=out, inp=inp, weight=weight, bias=bias, outputs=outputs, inputs=inputs,
         )  # fmt: skip
-    elif device.matmul == "cublaslt":
+    elif device.matmul == "cublaslt" and (bias is None or vector_size(outputs, out, bias) > 1):
         cublaslt.multiply(device, out, inp, weight, False, True, False, device.precision, bias)
     else:
-        multiply_own(device, out, inp, weight, transpose_b=True)
+        _multiply(device, out, inp, weight, transpose_b=True)
         if bias is not None:
             bias_forward(device, out, out, bias)
 

@@ -6,7 +6,16 @@ from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
 _INSTANCES = ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
 _GREEDY = Kernel("sampling.cu", "sampling_greedy", _INSTANCES)
 _DRAW = Kernel("sampling.cu", "sampling_draw", _INSTANCES)
+_BAN = Kernel("sampling.cu", "sampling_ban", ((FLOAT,), (BF16,)))
 _BLOCK = 1024  # sampling.cu's
+_BAN_BLOCK = 64
+
+
+def ban(device: Device, logits: Array, ids: Array) -> None:
+    """See kernels.cpu.sampling.ban."""
+    rows, width = logits.shape
+    blocks = (-(-ids.size // _BAN_BLOCK), rows)
+    device.launch(_BAN, (logits.dtype,), blocks, _BAN_BLOCK, logits=logits, ids=ids, width=width, count=ids.size)
 
 
 def sampling(

@@ -184,6 +184,7 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
     for copy in (None, m.stored(size)):
         scalars = (array((6,), np.bool_), double, double, array((), np.int64))
         yield "adamw", (*flat, copy, *scalars), constants
+    yield "ban", (logits, targets), {}
     for temperature in (0.0, 1.0):
         settings = {**vocab, "temperature": temperature, "top_k": 5, "top_p": 0.9}
         yield "sampling", (targets, logits, array((rows,), np.float64)), settings

@@ -1,6 +1,7 @@
 """Generation over the cache: what is drawn, when it ends, what happens when the context is full."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ from kernels.batch import Batch
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import Engine
 from kernels.generation import Sampling, generate, generate_batch
-from kernels.model import Cache
 
 VOCAB, CONTEXT = 40, 12
 GREEDY = Sampling(temperature=0)
@@ -140,13 +140,13 @@ def test_banned_never_comes(engine: Engine) -> None:
 # A token must come as soon as it is drawn, and nothing be computed for one that nobody asks for: an answer is streamed.
 def test_tokens_come_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
-    decode = engine.decode
+    draw = engine.draw
 
-    def counted(tokens: np.ndarray, cache: Cache) -> np.ndarray:
+    def counted(tokens: np.ndarray, *arguments: Any, **sampling: Any) -> np.ndarray:
         calls.append(tokens.shape)
-        return decode(tokens, cache)
+        return draw(tokens, *arguments, **sampling)
 
-    monkeypatch.setattr(engine, "decode", counted)
+    monkeypatch.setattr(engine, "draw", counted)
     tokens = generate(engine, [1, 2, 3], GREEDY, max_tokens=2)
     assert calls == []
     next(tokens)

@@ -10,7 +10,7 @@ from tests.compare import Array, normal
 def draw(logits: Array, uniform: Array, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Array:
     """One token a row."""
     out = np.full(len(logits), -1, np.int32)
-    sampling(out, logits, uniform, temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling(out, logits, uniform, vocab_size=logits.shape[1], temperature=temperature, top_k=top_k, top_p=top_p)
     return out
 
 

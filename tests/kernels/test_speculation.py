@@ -214,7 +214,7 @@ def test_probabilities_are_those_of_the_draw(settings: dict[str, Any]) -> None:
     logits[4] = -np.inf
     grid = (np.arange(2**14) + 0.5) / 2**14
     out = np.empty(len(grid), np.int32)
-    sampling(out, np.tile(logits, (len(grid), 1)), grid, **settings)
+    sampling(out, np.tile(logits, (len(grid), 1)), grid, vocab_size=len(logits), **settings)
     shares = np.bincount(out, minlength=9) / len(grid)
     # A token's interval holds a number of the grid's points that differs from its length by less than one.
     assert_within("probability", shares, probabilities(logits, **settings), 1 / len(grid))

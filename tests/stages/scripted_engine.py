@@ -32,7 +32,7 @@ class ScriptCache:
 
 @dataclass
 class ScriptedEngine:
-    """Each cache begins the next of `answers`, whose ids are the likeliest one after the other.
+    """Each cache begins the next of `answers`, whose ids are drawn one after the other.
 
     The first tokens each answer was asked with are in `prompts`.
     """
@@ -53,17 +53,15 @@ class ScriptedEngine:
         self._rest, self._begins = list(self.answers.pop(0)), True
         return ScriptCache()
 
-    def decode(self, tokens: np.ndarray, cache: ScriptCache) -> np.ndarray:
-        """Logits whose largest is the script's next id."""
+    def draw(self, tokens: np.ndarray, cache: ScriptCache, *draws: np.ndarray, **sampling: float) -> np.ndarray:
+        """The script's next id."""
         if self._begins:
             self.prompts.append(tokens[0].tolist())
         self._begins = False
         token = self._rest.pop(0)
         if token == CTRL_C:
             raise KeyboardInterrupt
-        logits = np.zeros((1, WORDS.vocab_size), np.float32)
-        logits[0, token] = 1
-        return logits
+        return np.array([token], np.int32)
 
     def describe(self) -> str:
         """As Engine.describe."""
