@@ -34,6 +34,9 @@ bench: .venv/ready .venv-parity/ready  ## measure the engine, then training besi
 	.venv-parity/bin/python -m tests.bench.training
 	.venv-parity/bin/python -m tests.bench.tokenizers
 
+chaos: .venv/ready  ## kill a small pipeline 100 times at random moments and compare its files with an undisturbed run's
+	$(BIN)/python -m tests.chaos
+
 chat: .venv/ready  ## talk to the chat model of the last run
 	$(BIN)/python -m stages.chat
 

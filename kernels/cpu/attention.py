@@ -131,11 +131,19 @@ def _forward(out, lse, qkv, start, step):  # type: ignore[no-untyped-def]
 
 @jit
 def _score_gradient(p, ds, lse, delta, seen):  # type: ignore[no-untyped-def]
-    """From scores and dout . v of one query to p and ds, without the scale, which q and dq carry; 0 where unseen."""
+    """From scores and dout . v of one query to p and ds, without the scale, which q and dq carry; 0 where unseen.
+
+    sum_j p[j] (dout . v[j] - delta) is zero but for rounding. Where a query sees one key with nearly all its weight, that
+    rounding is larger than the gradient, and it is the same for all keys: it is taken off.
+    """
+    excess = p.dtype.type(0)
     for j in range(seen):
-        weight = exp(p[j] - lse)
+        weight, difference = exp(p[j] - lse), ds[j] - delta
         p[j] = weight
-        ds[j] = weight * (ds[j] - delta)
+        ds[j] = difference
+        excess += weight * difference
+    for j in range(seen):
+        ds[j] = p[j] * (ds[j] - excess)
     p[seen:] = 0
     ds[seen:] = 0
 

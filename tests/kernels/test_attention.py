@@ -130,6 +130,27 @@ def test_another_document_has_no_influence(border: int) -> None:
     assert_same_bits({"dqkv": changed["dqkv"][:, :border].copy()}, {"dqkv": got["dqkv"][:, :border].copy()})
 
 
+# delta by dout . out alone: its rounding, not the gradient, is what is left of a query that gives one key nearly all its weight.
+def test_gradient_of_a_decided_query() -> None:
+    a = inputs(ATTENTION[6])
+    a["qkv"][:, :, :5] *= 4
+    a = single(a)
+    head_dim, wide = a["dout"].shape[-1], {name: array.astype(np.float64) for name, array in a.items() if name != "start"}
+    q, k, v, seen = split({**wide, "start": a["start"]})
+    size = (np.abs(q) @ np.abs(k).swapaxes(2, 3)).max() / head_dim**0.5
+    score = np.where(seen, q @ k.swapaxes(2, 3) / head_dim**0.5, -np.inf)
+    p = np.exp(score - score.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    # ds[j] = p[j] * sum_i p[i] (dp[j] - dp[i]): of the differences, what other keys weigh; p's own error is that of its score.
+    largest = (np.abs(wide["dout"]).transpose(0, 2, 1, 3) @ np.abs(v).swapaxes(2, 3)).max()
+    units = 2.0**-24 * (2 * head_dim + 4 + 4 * ((head_dim + 2) * size + 8))
+    dscore = units * largest * p * (1 - p + 2.0**-24 * head_dim) / head_dim**0.5
+    assert (p.max(axis=-1) > 1 - 1e-4).mean() > 0.4
+    error = np.abs(run(a)["dqkv"] - dense({**wide, "start": a["start"]})["dqkv"]).transpose(0, 2, 1, 3)
+    assert (error[:, :4] <= dscore @ np.abs(k)).all()
+    assert (error[:, 4] <= (dscore.swapaxes(2, 3) @ np.abs(q)).sum(axis=1)).all()
+
+
 # exp of an unshifted score overflows at 89 in float32; a mean of values lies among the values.
 def test_large_scores() -> None:
     a = inputs(ATTENTION[6])

@@ -15,7 +15,8 @@ Prints a line of JSON; the exit code is 1 where a loss differs by more than 0.1 
 
 A curve can be compared only where it is determined: while a loss lies on a plateau, as that of euler_1m does with 16 or more rows
 of 128 tokens, rounding errors grow a hundredfold in twenty steps, and our own weights, changed by 1e-7 of themselves, part from
-themselves by 0.09 % within 85 steps. With 8 rows of 128 that stays at 0.001 % over 200.
+themselves by 0.09 % within 85 steps. With 8 rows of 128 that stays at 0.001 % over 200. PyTorch compiled and not compiled part
+by 0.16 % with 32 rows.
 """
 
 import argparse
