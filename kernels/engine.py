@@ -233,8 +233,12 @@ class Engine:
         self, tokens: Array, cache: Cache, uniform: Array, banned: Array, *, temperature: float, top_k: int, top_p: float
     ) -> NDArray[np.int32]:
         """Append tokens (B, n) as decode does; the token (B,) drawn after the last of them by kernels.cpu.sampling's rule."""
-        drawn, draws = self._arena.view("drawn", (len(tokens),)), self._input("uniform", uniform)
-        forbidden = self._input("banned", banned)
+        drawn, draws = (self._arena.view(name, (len(tokens),)) for name in ("drawn", "uniform"))
+        forbidden = self._arena.view("banned", banned.shape)
+        if temperature:
+            self.ops.upload(draws, uniform)
+        if len(banned):
+            self.ops.upload(forbidden, banned)
         settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
         def choose(logits: Array) -> None:
@@ -263,13 +267,17 @@ class Engine:
         (batch, count), context = tokens.shape, self.config.context
         if cache.length + count > context:
             raise ValueError(f"context: {cache.length} + {count} tokens exceed model.context = {context}")
-        length = self._input("length", np.int32(cache.length))
-        taken, start = self._input("tokens", tokens), self._input("start", np.full(tokens.shape, -cache.length, np.int32))
+        # In one piece, since each copy to a device takes its time: how many tokens the cache holds, and where documents begin.
+        host = np.empty((1 + 2 * tokens.size,), np.int32)
+        host[0], host[1 : 1 + tokens.size], host[1 + tokens.size :] = cache.length, -cache.length, tokens.reshape(-1)
+        appended = self._input("appended", host)
         norm = self._arena.view("branch", (batch * last, self.config.dim))
         logits = self._arena.view("logits", (batch * last, self.config.padded_vocab))
 
         def work() -> None:
-            self.ops.copy_rows(norm, self._model.forward(taken, start, cache, length), count - last, count if last == 1 else 1)
+            length, (start, taken) = appended[:1].reshape(()), appended[1:].reshape(2, *tokens.shape)
+            stream = self._model.forward(taken, start, cache, length)
+            self.ops.copy_rows(norm, stream, count - last, count if last == 1 else 1)
             self._model.head_logits(0, norm)
             if then is not None:
                 then(logits)

@@ -17,6 +17,8 @@ Array = np.ndarray[Any, Any]
 
 # Every buffer starts at a multiple of this, for vector loads.
 ALIGNMENT_BYTES = 256
+# Views that an arena keeps, since making one takes a device's library some microseconds, which a decoded token waits for.
+MOST_VIEWS = 4096
 # The kinds of buffers whose size the parameters alone decide.
 FIXED = ("parameters", "gradients", "moments")
 
@@ -129,7 +131,7 @@ def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtyp
         Buffer("start", "inputs", (rows,), integer),
         Buffer("targets", "inputs", (heads, rows), integer),
         Buffer("correct", "inputs", (rows,), np.dtype(np.bool_)),
-        Buffer("length", "inputs", (), integer),
+        Buffer("appended", "inputs", (1 + 2 * rows,), integer),
         Buffer("drawn", "inputs", (rows,), integer),
         Buffer("uniform", "inputs", (rows,), np.dtype(np.float64)),
         Buffer("banned", "inputs", (config.vocab_size,), integer),
@@ -227,11 +229,18 @@ class Arena:
                 self._flat[buffer.name, layer] = memory[offset : offset + exact].view(buffer.dtype)
                 offset += buffer.layer_bytes
         self._layers = {buffer.name: buffer.layers for buffer in plan}
+        self._views: dict[tuple[str, tuple[int, ...], int], Array] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._layers
 
     def view(self, name: str, shape: tuple[int, ...], layer: int = 0) -> Array:
         """The first prod(shape) elements of a buffer, in that shape; layers that share one set all get the same."""
-        flat = self._flat[name, layer if self._layers[name] > 1 else 0]
-        return flat[: math.prod(shape)].reshape(shape)
+        layer = layer if self._layers[name] > 1 else 0
+        found = self._views.get((name, shape, layer))
+        if found is None:
+            if len(self._views) > MOST_VIEWS:  # prompts have many lengths
+                self._views.clear()
+            found = self._flat[name, layer][: math.prod(shape)].reshape(shape)
+            self._views[name, shape, layer] = found
+        return found

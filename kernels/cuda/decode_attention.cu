@@ -10,9 +10,10 @@
 // Layout: qkv (B, n, H + 2 KV, D), keys and values (B, context, KV, D), out (B, n, H, D), all of T; length () int32, in device
 //         memory so that a captured graph stays good. partial (B n H, splits, 2 + D) fp32: m, l, o of each share.
 // Work: the context is split among the blocks of a (token, head), whatever length is: blocks past it have nothing to do. Within a
-//       block LANES lanes take a key at a time, each a part of the features; the second kernel combines, a thread a feature.
+//       block LANES lanes take a key at a time, each a part of the features; the last block of a (token, head) combines the shares.
 // Appending: a block reads the new tokens' rows from qkv and never from the cache, so whoever copies them there disturbs none.
-// Precision: fp32 arithmetic, one rounding to T. Determinism: every sum has a fixed order; no atomics.
+// Precision: fp32 arithmetic, one rounding to T. Determinism: every sum has a fixed order; the atomic count
+//       decides which block adds the shares up, not how.
 // Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1 (the combination).
 
 #include "reduce.cuh"
@@ -35,10 +36,45 @@ void load_row(float (&value)[PARTS], const T* row, int head_dim) {
     }
 }
 
+// The block of a (token, head) that is the last to have written its share adds all of them up, in the order of the splits, a
+// thread a feature. `finished` counts those that have written, and is zero again in the end.
+template <typename T>
+void combine_when_last(T* out, const float* partial, int* finished, int head_dim) {
+    __shared__ bool last;
+    const long long row = (long long)blockIdx.x * gridDim.y + blockIdx.y;
+    const int splits = gridDim.z, d = threadIdx.x;
+    if (splits > 1) {
+        __threadfence();  // this thread's part of the share, written before, is seen by whoever sees the count
+        __syncthreads();  // all threads' parts are
+        if (threadIdx.x == 0) {
+            last = atomicAdd(&finished[row], 1) == splits - 1;
+            if (last) finished[row] = 0;
+        }
+        __syncthreads();  // `last`, written above, is read by all
+        if (!last) return;
+        __threadfence();  // the other blocks' shares are read after the count
+    } else {
+        __syncthreads();  // the block's own share, written before, is read below by all
+    }
+    if (d >= head_dim) return;
+    const volatile float* shares = partial + row * splits * (2 + head_dim);  // volatile: not from an older line of the L1 cache
+    float largest = minus_infinity();  // finite in the end: a token sees itself
+#pragma unroll 8  // loads in flight
+    for (int i = 0; i < splits; i++) largest = fmaxf(largest, shares[i * (2 + head_dim)]);
+    float total = 0.0f, sum = 0.0f;
+#pragma unroll 8
+    for (int i = 0; i < splits; i++) {
+        const float weight = __expf(shares[i * (2 + head_dim)] - largest);  // 0 of a share without keys
+        total += weight * shares[i * (2 + head_dim) + 1];
+        sum += weight * shares[i * (2 + head_dim) + 2 + d];
+    }
+    out[row * head_dim + d] = from_float<T>(sum / total);
+}
+
 // Grid (B n, H, splits). Block `split` takes the keys from split * share on.
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(THREADS)
-    decode_attention_partial(float* partial, const T* qkv, T* keys, T* values, const int* length, int count, int context,
+    decode_attention(T* out, float* partial, int* finished, const T* qkv, T* keys, T* values, const int* length, int count, int context,
                              int heads, int kv_heads, int head_dim, int share, float scale) {
     constexpr int TEAMS = THREADS / LANES;  // keys that the block has in hand
     constexpr int PARTS = THREADS / LANES;  // features of a lane
@@ -101,6 +137,7 @@ __global__ void __launch_bounds__(THREADS)
         target[0] = all_largest;
         target[1] = all_total;
     }
+    combine_when_last(out, partial, finished, head_dim);
     // The first split of a group's first query head appends the token's own key and value.
     if (split == 0 && head % group == 0 && threadIdx.x < head_dim) {
         const long long from = new_rows + t * step + (long long)(heads + shared) * head_dim + threadIdx.x;
@@ -108,24 +145,4 @@ __global__ void __launch_bounds__(THREADS)
         keys[to] = qkv[from];
         values[to] = qkv[from + (long long)kv_heads * head_dim];
     }
-}
-
-// Grid (B n, H); a thread a feature.
-template <typename T>
-__global__ void decode_attention_combine(T* out, const float* partial, int splits, int head_dim) {
-    const long long row = (long long)blockIdx.x * gridDim.y + blockIdx.y;
-    const float* shares = partial + row * splits * (2 + head_dim);
-    float largest = minus_infinity();  // finite in the end: a token sees itself
-#pragma unroll 8  // loads in flight
-    for (int i = 0; i < splits; i++) largest = fmaxf(largest, shares[i * (2 + head_dim)]);
-    const int d = threadIdx.x;
-    if (d >= head_dim) return;
-    float total = 0.0f, sum = 0.0f;
-#pragma unroll 8  // likewise
-    for (int i = 0; i < splits; i++) {
-        const float weight = __expf(shares[i * (2 + head_dim)] - largest);  // 0 of a share without keys
-        total += weight * shares[i * (2 + head_dim) + 1];
-        sum += weight * shares[i * (2 + head_dim) + 2 + d];
-    }
-    out[row * head_dim + d] = from_float<T>(sum / total);
 }

@@ -6,8 +6,7 @@ from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
 
 LARGEST_HEAD_DIM = 128
-_PARTIAL = Kernel("decode_attention.cu", "decode_attention_partial", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8)))
-_COMBINE = Kernel("decode_attention.cu", "decode_attention_combine", ((FLOAT,), (BF16,)))
+_DECODE = Kernel("decode_attention.cu", "decode_attention", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8)))
 _BLOCK = 128
 # Blocks that one multiprocessor gets while there are fewer tokens and heads than that, and the keys below which sharing out
 # does not pay; not tuned.
@@ -30,13 +29,10 @@ def decode_attention_forward(device: Device, out: Array, qkv: Array, keys: Array
     vector = 16 // qkv.dtype.itemsize
     (partial,) = device.workspace(((batch * count * heads, splits, 2 + head_dim), FLOAT))
     device.launch(
-        _PARTIAL, (qkv.dtype, vector if head_dim % vector == 0 else 1), (batch * count, heads, splits), _BLOCK,
-        partial=partial, qkv=qkv, keys=keys, values=values, length=length, count=count, context=context, heads=heads,
-        kv_heads=kv_heads, head_dim=head_dim, share=share, scale=1 / sqrt(head_dim),
+        _DECODE, (qkv.dtype, vector if head_dim % vector == 0 else 1), (batch * count, heads, splits), _BLOCK,
+        out=out, partial=partial, finished=device.finished, qkv=qkv, keys=keys, values=values, length=length, count=count,
+        context=context, heads=heads, kv_heads=kv_heads, head_dim=head_dim, share=share, scale=1 / sqrt(head_dim),
     )  # fmt: skip
-    device.launch(
-        _COMBINE, (out.dtype,), (batch * count, heads), _BLOCK, out=out, partial=partial, splits=splits, head_dim=head_dim
-    )
 
 
 def decode_workspace_bytes(device: Device, batch: int, count: int, heads: int, context: int, head_dim: int) -> int:

@@ -56,6 +56,7 @@ class RecordingDevice:
         self.storage, self.attention = storage, attention
         self.precision = "bf16" if storage == BF16 else "fp32"
         self.launched: set[tuple[Kernel, Template]] = set()
+        self.finished = np.zeros(4 * self.processors, np.int32)
 
     def launch(self, kernel: Kernel, template: Template, grid: Any, block: Any, *, shared_bytes: int = 0, **given: Any) -> None:
         """Check what Device.launch is given."""
@@ -199,7 +200,7 @@ def calls(storage: np.dtype[Any], sizes: Sizes) -> Calls:
 def module_of(name: str) -> Any:
     """The launchers' module of an operation's function."""
     operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
-    return import_module(f"kernels.cuda.{operation}")
+    return import_module(f"kernels.cuda.{'sampling' if name == 'ban' else operation}")
 
 
 @cache
