@@ -197,10 +197,3 @@ __global__ void __launch_bounds__(BLOCK)
     const Code drawn = find<T, SIZE>(row, vocab_size, lowest, kept.count, target, true, probability);
     if (threadIdx.x == 0) out[blockIdx.x] = id_of(drawn);
 }
-
-// Grid (blocks of ids, B): a thread owns one id of one row.
-template <typename T>
-__global__ void sampling_ban(T* logits, const int* ids, int width, int count) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < count) logits[(long long)blockIdx.y * width + ids[i]] = from_float<T>(__int_as_float(0xff800000));
-}

@@ -1,4 +1,4 @@
-"""Launchers of sampling.cu; the rule is that of kernels.cpu.sampling."""
+"""Launchers of sampling.cu and ban.cu; the rule is that of kernels.cpu.sampling."""
 
 from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
@@ -6,7 +6,7 @@ from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
 _INSTANCES = ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
 _GREEDY = Kernel("sampling.cu", "sampling_greedy", _INSTANCES)
 _DRAW = Kernel("sampling.cu", "sampling_draw", _INSTANCES)
-_BAN = Kernel("sampling.cu", "sampling_ban", ((FLOAT,), (BF16,)))
+_BAN = Kernel("ban.cu", "ban", ((FLOAT,), (BF16,)))
 _BLOCK = 1024  # sampling.cu's
 _BAN_BLOCK = 64
 

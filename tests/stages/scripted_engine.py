@@ -53,15 +53,18 @@ class ScriptedEngine:
         self._rest, self._begins = list(self.answers.pop(0)), True
         return ScriptCache()
 
-    def draw(self, tokens: np.ndarray, cache: ScriptCache, *draws: np.ndarray, **sampling: float) -> np.ndarray:
-        """The script's next id."""
+    def draw(
+        self, tokens: np.ndarray, cache: ScriptCache, uniform: np.ndarray, banned: np.ndarray, **sampling: float
+    ) -> np.ndarray:
+        """The script's next id, or the first that is not banned where that is."""
         if self._begins:
             self.prompts.append(tokens[0].tolist())
         self._begins = False
         token = self._rest.pop(0)
         if token == CTRL_C:
             raise KeyboardInterrupt
-        return np.array([token], np.int32)
+        likely = np.arange(WORDS.vocab_size) == token
+        return np.array([np.where(np.isin(np.arange(WORDS.vocab_size), banned), -1, likely).argmax()], np.int32)
 
     def describe(self) -> str:
         """As Engine.describe."""
