@@ -84,9 +84,15 @@ class Device:
 
     def allocate(self, size: int) -> Array:
         """`size` zeroed bytes, at a multiple of 256."""
-        with self.stream:
-            memory = cupy.zeros(size, np.uint8)
-        self.stream.synchronize()
+        try:
+            with self.stream:
+                memory = cupy.zeros(size, np.uint8)
+        except cupy.cuda.memory.OutOfMemoryError:
+            raise ValueError(
+                f"memory: the GPU has no {size / 2**30:.1f} GiB left, {self.memory_bytes() / 2**30:.1f} are free; set a smaller "
+                "micro_batch, or end what else runs on it"
+            ) from None
+        self.synchronize()
         return memory  # type: ignore[no-any-return]
 
     def memory_bytes(self) -> int:
@@ -114,15 +120,20 @@ class Device:
 
     def upload(self, target: Any, source: Any) -> None:
         """Copy a host array, or a number, into a device array, rounded to bf16 where that is what the target holds."""
-        host = np.ascontiguousarray(np.broadcast_to(np.asarray(source), target.shape))
+        host = np.asarray(source)
+        if host.shape != target.shape:
+            host = np.broadcast_to(host, target.shape)
         if target.dtype == BF16 and host.dtype != BF16:
             host = to_bf16(host)
         target.set(np.ascontiguousarray(host, target.dtype).reshape(target.shape), self.stream)  # 0-d arrays became 1-d
 
     def download(self, array: Any) -> Array:
         """A host copy of a device array, bf16 as fp32."""
-        host = cupy.asnumpy(array, self.stream)
-        self.stream.synchronize()
+        try:
+            host = cupy.asnumpy(array, self.stream)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise _kernel_failed(error) from None
+        self.synchronize()
         return from_bf16(host) if host.dtype == BF16 else host
 
     def fill_zero(self, array: Any) -> None:
@@ -161,7 +172,14 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait until the stream is idle; an error of any kernel before comes up here."""
-        self.stream.synchronize()
+        try:
+            self.stream.synchronize()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise _kernel_failed(error) from None
+
+
+def _kernel_failed(error: Exception) -> ValueError:
+    return ValueError(f"CUDA: a kernel failed: {error}; `compute-sanitizer python -m stages.NAME` says which and where")
 
 
 def to_bf16(host: Array) -> Array:

@@ -5,7 +5,6 @@ import pytest
 
 from kernels.cpu.attention import attention_backward, attention_forward
 from kernels.cpu.decode_attention import decode_attention_forward
-from kernels.cuda.launch import BF16, FLOAT
 from tests.cases import ATTENTION, Attention
 from tests.compare import Arrays, documents, normal, unwritten
 from tests.cuda import STORAGES, Gpu, Side, assert_calibrated_op, gpu
@@ -23,6 +22,7 @@ TILED = (
     Attention(2, 1030, 4, 1, 64, 0.003),
     Attention(3, 1, 2, 2, 64, 0.0),
 )
+FLOAT, BF16 = STORAGES
 KERNELS = [(FLOAT, "scalar"), (BF16, "scalar"), (BF16, "mma")]
 
 
