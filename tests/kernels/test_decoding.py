@@ -73,7 +73,7 @@ def test_rows_decode_as_each_alone(name: str) -> None:
     together = cached(engine, tokens, PIECES["pieces"])
     for row in range(3):
         alone = cached(engine, tokens[row : row + 1], PIECES["pieces"])
-        # The matrix library may choose another order for fewer rows: float64's rounding, then float32's.
+        # Products of few rows sum in another order: float64's rounding, then float32's.
         tolerance = 2 * UNIT[np.dtype(np.float32)] * np.abs(alone).max()
         assert_within("log-probability", together[:, row : row + 1], alone, tolerance)
 

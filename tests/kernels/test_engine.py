@@ -152,8 +152,7 @@ def test_state_and_weights_are_copies() -> None:
     assert_same_bits({**state, **weights}, before)
 
 
-# Any order of summation that varies: a run could not be repeated. Threads don't matter either in our own loops; products are
-# too small here for the matrix library to share them out.
+# Any order of summation that varies, also with the number of threads: a run could not be repeated, or not gone on with.
 @NAMES
 def test_same_seed_same_bits(name: str) -> None:
     first = train(make(name, seed=5), range(3))

@@ -99,8 +99,8 @@ def test_rows_draw_for_themselves(engine: Engine) -> None:
     assert len({tuple(reply) for reply in replies}) == 20
 
 
-# Prompts of other lengths in the batch, groups, or rows that have ended must not change what a row gets. Greedy, since the
-# matrix library may round a batch otherwise than a row.
+# Prompts of other lengths in the batch, groups, or rows that have ended must not change what a row gets. Greedy, since a
+# product of many rows sums in another order than that of a few.
 def test_batch_gives_each_prompt_its_own_continuation(engine: Engine) -> None:
     random = np.random.default_rng(2)
     prompts = [random.integers(0, VOCAB, length).tolist() for length in (4, 1, CONTEXT, 4, 7, CONTEXT + 5, 2)]
