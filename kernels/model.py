@@ -38,7 +38,7 @@ class Transformer:
 
     Args:
         config, numerics: what to compute.
-        ops: the device's operations (kernels.cpu.CpuOps).
+        ops: the device's operations (kernels.cpu.CpuOps or kernels.cuda.CudaOps).
         weights: by parameter name, in the precision that products take.
         grads: likewise; empty where only forward passes are made.
         arena: holds the buffers of kernels.memory.activation_plan.

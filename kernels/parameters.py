@@ -21,7 +21,10 @@ INIT_STD, INIT_DIM = 0.02, 768
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor: its place in the flat arrays, whether weight decay applies, and how it begins (std 0: all ones)."""
+    """One tensor: its place in the flat arrays, whether weight decay applies, and how it begins.
+
+    It begins normal with standard deviation std, or all ones where std is None.
+    """
 
     name: str
     shape: tuple[int, ...]

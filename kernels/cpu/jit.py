@@ -11,6 +11,8 @@ Division follows NumPy (x / 0 is inf), since Python's check for zero would keep 
 """
 
 import hashlib
+import os
+import sys
 from pathlib import Path
 
 import numba
@@ -43,7 +45,15 @@ class SharedCacheLocator(UserProvidedCacheLocator):  # type: ignore[misc]
 
 
 numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{SharedCacheLocator.__name__}"
-numba.config.CACHE_DIR = str(user_cache() / "numba" / _sources_hash())
+_FOLDER = user_cache() / "numba" / _sources_hash()
+try:
+    _FOLDER.mkdir(parents=True, exist_ok=True)
+    _UNWRITABLE = None if os.access(_FOLDER, os.W_OK) else "it cannot be written"
+except OSError as error:
+    _UNWRITABLE = error.strerror
+if _UNWRITABLE:  # Numba would say so in the middle of an import
+    sys.exit(f"error: {_FOLDER} is to keep compiled loops: {_UNWRITABLE}; set NANOEULER_CACHE to a folder that can be written")
+numba.config.CACHE_DIR = str(_FOLDER)
 # OpenMP's first thread is the caller; of workqueue, where there is no OpenMP library, all have to be woken for each loop, now and
 # then two of them on one core.
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]

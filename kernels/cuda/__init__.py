@@ -11,7 +11,7 @@ from kernels.config import ModelConfig, Numerics
 from kernels.cpu.rope import rope_table
 from kernels.cuda import cublaslt, embedding
 from kernels.cuda.adamw import adamw
-from kernels.cuda.attention import attention_backward, attention_forward
+from kernels.cuda.attention import LARGEST_HEAD_DIM, attention_backward, attention_forward
 from kernels.cuda.bias import bias_backward, bias_forward
 from kernels.cuda.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from kernels.cuda.decode_attention import decode_attention_forward
@@ -34,6 +34,7 @@ from kernels.cuda.rmsnorm import (
     rmsnorm_forward,
 )
 from kernels.cuda.rope import rope_backward, rope_forward
+from kernels.cuda.rows import LONGEST_ROW
 from kernels.cuda.sampling import ban, sampling
 from kernels.cuda.swiglu import swiglu_backward, swiglu_forward
 from kernels.cuda.weighted_sum import weighted_sum_forward
@@ -77,7 +78,21 @@ class CudaOps(Device):
         self.storage = BF16 if numerics.precision == "bf16" else FLOAT
 
     def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
-        """The most that one operation needs while it runs."""
+        """The most that one operation needs while it runs.
+
+        Raises:
+            ValueError: the kernels' rows or heads are not made for such a model.
+        """
+        if config.head_dim > LARGEST_HEAD_DIM:
+            raise ValueError(
+                f"model.dim / model.heads: attention on the GPU takes heads of at most {LARGEST_HEAD_DIM}, got "
+                f"{config.head_dim}; set more model.heads, or runtime.device to cpu"
+            )
+        if config.dim > (LONGEST_ROW if config.dim % 8 == 0 else LONGEST_ROW // 2):
+            raise ValueError(
+                f"model.dim: norms on the GPU take rows of at most {LONGEST_ROW}, half of it where 8 does not divide them, got "
+                f"{config.dim}; set it smaller, or runtime.device to cpu"
+            )
         c, chunks = config, -(-rows // embedding.CHUNK)
         widest = max(c.ffn * (2 if c.mlp == "swiglu" else 1), (c.heads + 2 * c.kv_heads) * c.head_dim)
         needs = (

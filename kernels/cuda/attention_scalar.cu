@@ -1,4 +1,5 @@
-// Causal grouped-query attention in plain fp32 arithmetic: the text to learn it from, and the kernel for any head dim and type.
+// Causal grouped-query attention in plain fp32 arithmetic: the text to learn it from, and the kernel for every
+// head dim up to 128, in fp32 and bf16.
 //
 //     s[t, j] = q[t] . k[j] / sqrt(D)  for start[b, t] <= j <= t        lse[t] = log sum_j exp(s[t, j])
 //     out[t]  = sum_j exp(s[t, j] - lse[t]) v[j]

@@ -26,7 +26,8 @@ class Device:
         ValueError: there is no GPU, its driver is too old, or its architecture is not supported.
     """
 
-    precision: str  # that of numerics, and which of its two kernels makes products
+    # Those of numerics: how products round, and whose products and which attention are launched.
+    precision: str
     matmul: str
     attention: str
 

@@ -11,6 +11,7 @@ _WARP = 32
 _WARPS = 8  # of a block whose warps own rows; not tuned
 _LARGEST_BLOCK = 512  # the kernels' __launch_bounds__
 _ONE_BY_ONE = 8  # elements a thread where rows allow no vectors
+LONGEST_ROW = 8192  # where 16 bytes divide its length; else half of it
 
 Choice = dict[np.dtype[Any], tuple[int, ...]]
 # Elements that a thread may hold: as many as registers allow.

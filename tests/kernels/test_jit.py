@@ -27,3 +27,15 @@ def test_what_is_just_compiled_gives_the_bits_of_what_is_read_from_the_cache(tmp
     runs = [subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
     assert len(list(tmp_path.rglob("*._backward-*.nbc"))) == 1  # the second run had something to read
     assert runs[0].stdout == runs[1].stdout
+
+
+# A traceback from the middle of an import, which names neither the folder nor the variable that moves it.
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    environment = {**os.environ, "NANOEULER_CACHE": str(tmp_path / "file")}
+    done = subprocess.run(
+        [sys.executable, "-c", "import kernels.cpu"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {tmp_path / 'file'}") and "set NANOEULER_CACHE" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
