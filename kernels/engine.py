@@ -1,12 +1,11 @@
 """The engine: one model with its parameters, gradients, moments and activations on one device.
 
 An update is micro_step x n, reduce, update. Gradients accumulate over the micro-steps; what a micro-step needs to know of
-the whole update, the weight of each position in the loss, comes in with it. Not to be shared between threads.
+the whole update, the weight of each position in the loss, comes in with it. Decoding token by token is decoding.py's. Not to
+be shared between threads.
 """
 
-import math
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,10 @@ from numpy.typing import NDArray
 
 from kernels.batch import Batch, check, document_start, head_targets
 from kernels.config import ModelConfig, Numerics
+from kernels.decoding import Decoding
 from kernels.devices import open_ops
 from kernels.memory import Arena, check_fits, plan, report
-from kernels.model import Cache, Transformer
+from kernels.model import Transformer
 from kernels.parameters import decay_runs, initial_weights, named, parameter_table
 
 Array = np.ndarray[Any, Any]
@@ -51,7 +51,7 @@ class Evaluation:
     weight: NDArray[np.float32]
 
 
-class Engine:
+class Engine(Decoding):
     """One model on one device.
 
     Args:
@@ -101,7 +101,7 @@ class Engine:
     def describe(self) -> str:
         """What was chosen, in a line."""
         count = sum(p.size for p in self._table)
-        return f"{self.ops.describe()}; {count:,} parameters"
+        return f"{self.ops.describe(self.config)}; {count:,} parameters"
 
     def plan_report(self) -> str:
         """The memory plan, a line a kind."""
@@ -212,86 +212,6 @@ class Engine:
             result.correct[k] = self.ops.download(correct).reshape(targets.shape[1:])
         return result
 
-    def cache(self, batch: int = 1) -> Cache:
-        """An empty cache for `batch` sequences of up to `context` tokens."""
-        c, dtype = self.config, self.ops.storage
-        shape = (c.layers, batch, c.context, c.kv_heads, c.head_dim)
-        keys, values = (self.ops.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape) for _ in range(2))
-        cache = Cache(keys, values)
-        weakref.finalize(cache, self.ops.forget, id(cache))
-        return cache
-
-    def decode(self, tokens: NDArray[np.int32], cache: Cache) -> NDArray[np.float32]:
-        """Append tokens (B, n) to the cache; return head 0's logits (B, V) after the last of them.
-
-        Raises:
-            ValueError: the cache has no room for n more tokens.
-        """
-        return self._host_logits(self._append(tokens, cache, 1)[1])
-
-    def draw(
-        self, tokens: Array, cache: Cache, uniform: Array, banned: Array, *, temperature: float, top_k: int, top_p: float
-    ) -> NDArray[np.int32]:
-        """Append tokens (B, n) as decode does; the token (B,) drawn after the last of them by kernels.cpu.sampling's rule."""
-        drawn, draws = (self._arena.view(name, (len(tokens),)) for name in ("drawn", "uniform"))
-        forbidden = self._arena.view("banned", banned.shape)
-        if temperature:
-            self.ops.upload(draws, uniform)
-        if len(banned):
-            self.ops.upload(forbidden, banned)
-        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-
-        def choose(logits: Array) -> None:
-            if len(banned):
-                self.ops.ban(logits, forbidden)
-            self.ops.sampling(drawn, logits, draws, vocab_size=self.config.vocab_size, **settings)
-
-        self._append(tokens, cache, 1, choose, (len(banned), *settings.values()))
-        return self.ops.download(drawn)
-
-    def decode_heads(self, tokens: NDArray[np.int32], cache: Cache, last: int) -> NDArray[np.float32]:
-        """Append tokens (1, n) as decode does; return every head's logits (last, K, V) after each of the `last` of them."""
-        norm, logits = self._append(tokens, cache, last)
-        heads = [self._host_logits(logits)]  # before the next head's overwrite them
-        heads += [self._host_logits(self._model.head_logits(k, norm)) for k in range(1, self.config.mtp_heads)]
-        return np.stack(heads, axis=1)
-
-    def _append(
-        self, tokens: Array, cache: Cache, last: int, then: Callable[[Array], None] | None = None, key: Any = None
-    ) -> tuple[Array, Array]:
-        """Read tokens (B, n) into the cache; the final stream and head 0's logits (B * last, ...) after the last of them.
-
-        `then` does something with the logits, in the same graph; `key` tells one such thing from another.
-        """
-        assert len(tokens) == 1 or last == 1
-        (batch, count), context = tokens.shape, self.config.context
-        if cache.length + count > context:
-            raise ValueError(f"context: {cache.length} + {count} tokens exceed model.context = {context}")
-        # In one piece, since each copy to a device takes its time: how many tokens the cache holds, and where documents begin.
-        host = np.empty((1 + 2 * tokens.size,), np.int32)
-        host[0], host[1 : 1 + tokens.size], host[1 + tokens.size :] = cache.length, -cache.length, tokens.reshape(-1)
-        appended = self._input("appended", host)
-        norm = self._arena.view("branch", (batch * last, self.config.dim))
-        logits = self._arena.view("logits", (batch * last, self.config.padded_vocab))
-
-        def work() -> None:
-            length, (start, taken) = appended[:1].reshape(()), appended[1:].reshape(2, *tokens.shape)
-            stream = self._model.forward(taken, start, cache, length)
-            self.ops.copy_rows(norm, stream, count - last, count if last == 1 else 1)
-            self._model.head_logits(0, norm)
-            if then is not None:
-                then(logits)
-
-        if count == last:  # prompts, of any length, are not worth a graph each
-            self.ops.replay(("decode", tokens.shape, key, id(cache)), work)
-        else:
-            work()
-        cache.length += count
-        return norm, logits
-
-    def _host_logits(self, logits: Array) -> NDArray[np.float32]:
-        return self.ops.download(logits)[:, : self.config.vocab_size].astype(np.float32)
-
     def state(self) -> dict[str, Array]:
         """A copy of all that training needs to go on bit for bit: parameters, moments and the count of updates."""
         names = ("parameters", "exp_avg", "exp_avg_sq")
@@ -318,12 +238,6 @@ class Engine:
         """The copy that products read, where they read one, from the parameters."""
         if "weights" in self._flat:
             self.ops.upload(self._flat["weights"], self.ops.download(self._flat["parameters"]))
-
-    def _input(self, name: str, values: Any) -> Array:
-        """Values of this batch, this step or this token, in the device's buffer of that name."""
-        view = self._arena.view(name, np.shape(values))
-        self.ops.upload(view, values)
-        return view
 
     def _take(self, batch: Batch) -> tuple[Array, Array]:
         """Check a batch; its tokens, and where their documents begin, on the device."""

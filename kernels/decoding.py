@@ -1,0 +1,110 @@
+"""Reading tokens through a cache and drawing the next: what an engine does token by token, one graph a token on a GPU."""
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.config import ModelConfig
+from kernels.memory import Arena
+from kernels.model import Cache, Transformer
+
+Array = np.ndarray[Any, Any]
+
+
+class Decoding:
+    """The part of Engine that decodes, over the model, the device's operations and the buffers that Engine sets up."""
+
+    config: ModelConfig
+    ops: Any
+    _arena: Arena
+    _model: Transformer
+
+    def cache(self, batch: int = 1) -> Cache:
+        """An empty cache for `batch` sequences of up to `context` tokens."""
+        c, dtype = self.config, self.ops.storage
+        shape = (c.layers, batch, c.context, c.kv_heads, c.head_dim)
+        keys, values = (self.ops.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape) for _ in range(2))
+        cache = Cache(keys, values)
+        weakref.finalize(cache, self.ops.forget, id(cache))
+        return cache
+
+    def decode(self, tokens: NDArray[np.int32], cache: Cache) -> NDArray[np.float32]:
+        """Append tokens (B, n) to the cache; return head 0's logits (B, V) after the last of them.
+
+        Raises:
+            ValueError: the cache has no room for n more tokens.
+        """
+        return self._host_logits(self._append(tokens, cache, 1)[1])
+
+    def draw(
+        self, tokens: Array, cache: Cache, uniform: Array, banned: Array, *, temperature: float, top_k: int, top_p: float
+    ) -> NDArray[np.int32]:
+        """Append tokens (B, n) as decode does; the token (B,) drawn after the last of them by kernels.cpu.sampling's rule."""
+        drawn, draws = (self._arena.view(name, (len(tokens),)) for name in ("drawn", "uniform"))
+        forbidden = self._arena.view("banned", banned.shape)
+        if temperature:
+            self.ops.upload(draws, uniform)
+        if len(banned):
+            self.ops.upload(forbidden, banned)
+        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+
+        def choose(logits: Array) -> None:
+            if len(banned):
+                self.ops.ban(logits, forbidden)
+            self.ops.sampling(drawn, logits, draws, vocab_size=self.config.vocab_size, **settings)
+
+        self._append(tokens, cache, 1, choose, (len(banned), *settings.values()))
+        return self.ops.download(drawn)
+
+    def decode_heads(self, tokens: NDArray[np.int32], cache: Cache, last: int) -> NDArray[np.float32]:
+        """Append tokens (1, n) as decode does; return every head's logits (last, K, V) after each of the `last` of them."""
+        norm, logits = self._append(tokens, cache, last)
+        heads = [self._host_logits(logits)]  # before the next head's overwrite them
+        heads += [self._host_logits(self._model.head_logits(k, norm)) for k in range(1, self.config.mtp_heads)]
+        return np.stack(heads, axis=1)
+
+    def _append(
+        self, tokens: Array, cache: Cache, last: int, then: Callable[[Array], None] | None = None, key: Any = None
+    ) -> tuple[Array, Array]:
+        """Read tokens (B, n) into the cache; the final stream and head 0's logits (B * last, ...) after the last of them.
+
+        `then` does something with the logits, in the same graph; `key` tells one such thing from another.
+        """
+        assert len(tokens) == 1 or last == 1
+        (batch, count), context = tokens.shape, self.config.context
+        if cache.length + count > context:
+            raise ValueError(f"context: {cache.length} + {count} tokens exceed model.context = {context}")
+        # In one piece, since each copy to a device takes its time: how many tokens the cache holds, and where documents begin.
+        host = np.empty((1 + 2 * tokens.size,), np.int32)
+        host[0], host[1 : 1 + tokens.size], host[1 + tokens.size :] = cache.length, -cache.length, tokens.reshape(-1)
+        appended = self._input("appended", host)
+        norm = self._arena.view("branch", (batch * last, self.config.dim))
+        logits = self._arena.view("logits", (batch * last, self.config.padded_vocab))
+
+        def work() -> None:
+            length, (start, taken) = appended[:1].reshape(()), appended[1:].reshape(2, *tokens.shape)
+            stream = self._model.forward(taken, start, cache, length)
+            self.ops.copy_rows(norm, stream, count - last, count if last == 1 else 1)
+            self._model.head_logits(0, norm)
+            if then is not None:
+                then(logits)
+
+        if count == last:  # prompts, of any length, are not worth a graph each
+            self.ops.replay(("decode", tokens.shape, key, id(cache)), work)
+        else:
+            work()
+        cache.length += count
+        return norm, logits
+
+    def _host_logits(self, logits: Array) -> NDArray[np.float32]:
+        return self.ops.download(logits)[:, : self.config.vocab_size].astype(np.float32)
+
+    def _input(self, name: str, values: Any) -> Array:
+        """Values of this batch, this step or this token, in the device's buffer of that name."""
+        view = self._arena.view(name, np.shape(values))
+        self.ops.upload(view, values)
+        return view
