@@ -18,7 +18,7 @@
 // Source: PTX ISA, "Matrix multiply-accumulate: mma, ldmatrix" for the fragments' layout; Kerr et al. 2017, "CUTLASS: fast linear
 //         algebra in CUDA C++" for the hierarchy of tiles.
 
-#include "reduce.cuh"
+#include "mma.cuh"
 
 constexpr int TILE = 128, DEPTH = 32, STAGES = 4, THREADS = 128;
 constexpr int WARP_TILE = 64;                            // rows and columns of out that a warp owns
@@ -51,33 +51,14 @@ struct Tile {
         const int lane = threadIdx.x % WARP, low = lane % 16, high = lane / 16;
         Fragment f;
         if (ALONG_K) {
-            const unsigned address = (unsigned)__cvta_generic_to_shared(tile + place(outer + low, k / CHUNK + high));
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(f.part[0]), "=r"(f.part[1]), "=r"(f.part[2]), "=r"(f.part[3]) : "r"(address) : "memory");
+            load_matrices(f.part, shared_address(tile + place(outer + low, k / CHUNK + high)));
         } else {
             const int row = k + high * 8 + lane % 8, chunk = outer / CHUNK + low / 8;
-            const unsigned address = (unsigned)__cvta_generic_to_shared(tile + place(row, chunk));
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(f.part[0]), "=r"(f.part[1]), "=r"(f.part[2]), "=r"(f.part[3]) : "r"(address) : "memory");
+            load_matrices_transposed(f.part, shared_address(tile + place(row, chunk)));
         }
         return f;
     }
 };
-
-// 16 bytes to shared memory; zeros, and `source` not read, where it lies outside.
-inline void copy_chunk(bf16* target, const bf16* source, bool inside) {
-    const unsigned address = (unsigned)__cvta_generic_to_shared(target);
-    const int bytes = inside ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(bytes) : "memory");
-}
-
-inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits for this thread's copies but those of the last PENDING commits.
-template <int PENDING>
-void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 // A thread's share of a factor's tiles.
 template <bool ALONG_K, bool WIDE>
@@ -108,7 +89,7 @@ struct Loader {
             const bf16* chunk = from + copy * APART * row_size;
             const bool inside = i < outer_count && j < k_count;  // of the first element; where WIDE, of all
             if (WIDE) {
-                copy_chunk(target, chunk, inside);
+                copy_async(shared_address(target), chunk, inside);
             } else {
                 const int left = !inside ? 0 : ALONG_K ? k_count - j : outer_count - i;
                 for (int e = 0; e < CHUNK; e++) target[e] = e < left ? chunk[e] : from_float<bf16>(0.0f);
@@ -116,13 +97,6 @@ struct Loader {
         }
     }
 };
-
-// sums += a (16 x 16) @ b (16 x 8), b as its low and high half of k.
-inline void multiply_add(float (&sums)[4], const Fragment& a, unsigned low, unsigned high) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a.part[0]), "r"(a.part[1]), "r"(a.part[2]), "r"(a.part[3]), "r"(low), "r"(high));
-}
 
 // Two neighbours of a row of out, of which `left` exist.
 template <bool WIDE, typename Out>
@@ -180,7 +154,7 @@ __global__ void __launch_bounds__(THREADS, 2) matmul_mma(Out* out, const bf16* a
             for (int i = 0; i < ROW_BLOCKS; i++)
 #pragma unroll
                 for (int j = 0; j < 2 * COLUMN_PAIRS; j++)
-                    multiply_add(sums[i][j], left[i], right[j / 2].part[j % 2], right[j / 2].part[j % 2 + 2]);
+                    multiply_add(sums[i][j], left[i].part, right[j / 2].part[j % 2], right[j / 2].part[j % 2 + 2]);
         }
     }
 

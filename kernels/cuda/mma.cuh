@@ -27,19 +27,29 @@ inline void copy_word_async(unsigned shared, const void* global) {
 // Wait for all copies that this thread has started; other threads see them after the next __syncthreads.
 inline void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// The same in groups: a commit ends one, and a wait lasts until all but the last PENDING groups of this thread are there.
+inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // Warp: four 8 x 8 matrices of bf16, lane i giving the address of row i % 8 of matrix i / 8. value[m]: row g, columns 2t and
 // 2t + 1 of matrix m.
 inline void load_matrices(unsigned (&value)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
-                 : "r"(row));
+                 : "r"(row)
+                 : "memory");
 }
 
 // Warp: the same of the transposed matrices, value[m]: rows 2t and 2t + 1 of column g.
 inline void load_matrices_transposed(unsigned (&value)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
-                 : "r"(row));
+                 : "r"(row)
+                 : "memory");
 }
 
 // Warp: c += a b, bf16 factors, fp32 sums.
