@@ -142,7 +142,7 @@ class CpuOps:
         """kernels.cpu.rope.rope_table in this object's precision."""
         return rope_table(context, head_dim, base).astype(self.dtype)
 
-    def describe(self) -> str:
-        """The device in words: threads and versions."""
+    def describe(self, config: ModelConfig) -> str:
+        """The device in words, the same for every model: threads and versions."""
         processors = f"{self.threads} of {os.cpu_count()} processors"
         return f"CPU, {processors}, {self.dtype.name}, NumPy {np.__version__}, Numba {numba.__version__}"

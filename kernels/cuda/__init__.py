@@ -11,7 +11,7 @@ from kernels.config import ModelConfig, Numerics
 from kernels.cpu.rope import rope_table
 from kernels.cuda import cublaslt, embedding
 from kernels.cuda.adamw import adamw
-from kernels.cuda.attention import LARGEST_HEAD_DIM, attention_backward, attention_forward
+from kernels.cuda.attention import LARGEST_HEAD_DIM, attention_backward, attention_forward, takes_tensor_cores
 from kernels.cuda.bias import bias_backward, bias_forward
 from kernels.cuda.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from kernels.cuda.decode_attention import decode_attention_forward
@@ -74,7 +74,6 @@ class CudaOps(Device):
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
         self.precision, self.matmul, self.attention = numerics.precision, numerics.matmul, numerics.attention
-        self.deterministic = numerics.deterministic
         self.storage = BF16 if numerics.precision == "bf16" else FLOAT
 
     def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
@@ -113,8 +112,9 @@ class CudaOps(Device):
         self.upload(on_gpu, table)
         return on_gpu
 
-    def describe(self) -> str:
-        """The device in words: model, precision, kernels and versions."""
-        kernels = f"matmul {self.matmul}, attention {self.attention}"
+    def describe(self, config: ModelConfig) -> str:
+        """The device in words: its name, precision, the kernels that such a model gets, and versions."""
+        on_tensor_cores = takes_tensor_cores(self, self.storage, config.head_dim)
+        kernels = f"matmul {self.matmul}, attention {'mma' if on_tensor_cores else 'scalar'}"
         library = f", cuBLASLt {cublaslt.version()}" if self.matmul == "cublaslt" else ""
         return f"{self.model}, {self.precision}, {kernels}, CuPy {cupy.__version__}{library}"

@@ -43,7 +43,7 @@ def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start:
     """
     given = {"out": out, "lse": lse, "qkv": qkv, "start": start}
     heads, head_dim = out.shape[2:]
-    if _on_tensor_cores(device, qkv):
+    if takes_tensor_cores(device, qkv.dtype, head_dim):
         _launch_mma(device, _MMA_FORWARD, _FORWARD[head_dim], heads, 1, 0, given, out, qkv)
     else:
         _launch_scalar(device, _SCALAR_FORWARD, heads, 0, given, out, qkv)
@@ -65,7 +65,7 @@ def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse
         delta=delta, dout=dout, out=out, rows=rows, length=length, heads=heads, head_dim=head_dim,
     )  # fmt: skip
     given = {"dqkv": dqkv, "delta": delta, "dout": dout, "lse": lse, "qkv": qkv, "start": start}
-    if _on_tensor_cores(device, qkv):
+    if takes_tensor_cores(device, qkv.dtype, head_dim):
         _launch_mma(device, _MMA_BACKWARD_QUERY, _BACKWARD_QUERY[head_dim], heads, 2, 0, given, out, qkv)
         _launch_mma(device, _MMA_BACKWARD_KEY, _BACKWARD_KEY[head_dim], kv_heads, 2, 12, given, out, qkv)
     else:
@@ -73,8 +73,9 @@ def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse
         _launch_scalar(device, _SCALAR_BACKWARD_KEY, kv_heads, 4, given, out, qkv)
 
 
-def _on_tensor_cores(device: Device, qkv: Array) -> bool:
-    return device.attention == "mma" and qkv.dtype == BF16 and qkv.shape[3] in _HEAD_DIMS
+def takes_tensor_cores(device: Device, dtype: Any, head_dim: int) -> bool:
+    """Whether arrays of this type and head width go to attention_mma.cu."""
+    return device.attention == "mma" and dtype == BF16 and head_dim in _HEAD_DIMS
 
 
 def _launch_scalar(device: Device, kernel: Kernel, heads: int, tiles: int, given: dict[str, Any], out: Array, qkv: Array) -> None:

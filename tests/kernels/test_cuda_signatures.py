@@ -50,7 +50,7 @@ def array(shape: tuple[int, ...], dtype: Any) -> HostArray:
 class RecordingDevice:
     """kernels.cuda.device.Device as far as launchers use it."""
 
-    processors, arch, matmul, deterministic, stream = 132, "sm_90", MATMUL, True, None
+    processors, arch, matmul, stream = 132, "sm_90", MATMUL, None
 
     def __init__(self, storage: np.dtype[Any], attention: str) -> None:
         self.storage, self.attention = storage, attention
