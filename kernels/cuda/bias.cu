@@ -3,9 +3,10 @@
 //     out = inp + bias, row by row                      dbias += sum over rows of dout
 //
 // Layout: out, inp, dout (rows, columns) and bias (columns,) of T; dbias (columns,) fp32.
-// Work: forward, a thread owns a vector of SIZE elements. Backward, a block of 32 x 8 threads owns 32 vectors of columns and a
-//       stretch of rows; each of its warps sums every 8th of them, and the warps' sums go to the block's part of its row of
-//       `partial` (gridDim.y, columns), which columns.cu adds up.
+// Work: forward, a thread owns a vector of SIZE elements. Backward, a block of 32 x 16 threads owns 32 vectors of columns; its
+//       warps and those of the gridDim.y blocks beside it take the rows in turns, a warp several at once, as it is the bytes on
+//       their way that fill the memory's time. The warps' sums go to the block's part of its row of `partial` (gridDim.y,
+//       columns), which columns.cu adds up.
 // Precision: fp32 arithmetic, one rounding to T at the store. Determinism: every sum has a fixed order; no atomics.
 
 #include "vectors.cuh"
@@ -24,21 +25,24 @@ __global__ void __launch_bounds__(256)
 }
 
 template <typename T, int SIZE>
-__global__ void __launch_bounds__(256) bias_backward(float* partial, const T* dout, int rows, int columns, int block_rows) {
-    constexpr int WARPS = 8, UNROLL = 4;
+__global__ void __launch_bounds__(512, 2) bias_backward(float* partial, const T* dout, int rows, int columns) {
+    constexpr int WARPS = 16, UNDER_WAY = 8;  // a block's, and vectors that a thread waits for at once; not tuned
     __shared__ float of_warp[WARPS][WARP * SIZE];
-    const int first = blockIdx.x * WARP * SIZE, column = first + threadIdx.x * SIZE;
-    const int begin = blockIdx.y * block_rows, end = min(rows, begin + block_rows);
+    const int first = blockIdx.x * WARP * SIZE, column = first + threadIdx.x * SIZE, step = gridDim.y * WARPS;
     float sum[SIZE] = {};
-    if (column < columns) {
-#pragma unroll UNROLL
-        for (int row = begin + threadIdx.y; row < end; row += WARPS) {
-            Packed<T, SIZE> d;
-            d.load(dout + (long long)row * columns + column);
+    if (column < columns)
+        for (int row = blockIdx.y * WARPS + threadIdx.y; row < rows; row += step * UNDER_WAY) {
+            Packed<T, SIZE> d[UNDER_WAY];
 #pragma unroll
-            for (int j = 0; j < SIZE; j++) sum[j] += d(j);
+            for (int i = 0; i < UNDER_WAY; i++) {
+                d[i].clear();
+                if (row + i * step < rows) d[i].load(dout + (long long)(row + i * step) * columns + column);
+            }
+#pragma unroll
+            for (int i = 0; i < UNDER_WAY; i++)
+#pragma unroll
+                for (int j = 0; j < SIZE; j++) sum[j] += d[i](j);
         }
-    }
 #pragma unroll
     for (int j = 0; j < SIZE; j++) of_warp[threadIdx.y][threadIdx.x * SIZE + j] = sum[j];
     __syncthreads();  // the warps' sums, written above, are read below by all

@@ -7,8 +7,9 @@ from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
 
 _FORWARD = Kernel("bias.cu", "bias_forward", VECTOR_TEMPLATES)
 _BACKWARD = Kernel("bias.cu", "bias_backward", VECTOR_TEMPLATES)
-_BLOCK = 256  # not tuned, nor is the number of the backward pass's blocks
-_BLOCKS_A_PROCESSOR = 8
+_BLOCK = 256  # not tuned
+_WARPS = 16  # of a block of the backward pass, as bias.cu has it
+_BLOCKS_A_PROCESSOR = 2  # of the backward pass: as many as it holds at once; not tuned
 _LEAST_ROWS = 64  # of a block of the backward pass
 
 
@@ -26,17 +27,14 @@ def bias_forward(device: Device, out: Array, inp: Array, bias: Array) -> None:
 def bias_backward(device: Device, dbias: Array, dout: Array) -> None:
     """See kernels.cpu.bias.bias_backward.
 
-    Deterministic: a fixed order of summation. Workspace: a row of fp32 for each 64 rows, or fewer: 8 blocks a processor in all.
+    Deterministic: a fixed order of summation. Workspace: a row of fp32 for each 64 rows, or fewer: 2 blocks a processor in all.
     """
     rows, columns = dout.shape
     size = vector_size(columns, dout)
     across = -(-columns // (32 * size))
-    down = min(-(-rows // _LEAST_ROWS), -(-_BLOCKS_A_PROCESSOR * device.processors // across))
-    block_rows = -(-rows // down)
-    down = -(-rows // block_rows)
+    down = min(-(-rows // _LEAST_ROWS), max(1, _BLOCKS_A_PROCESSOR * device.processors // across))
     (partial,) = device.workspace(((down, columns), FLOAT))
     device.launch(
-        _BACKWARD, (dout.dtype, size), (across, down), (32, 8),
-        partial=partial, dout=dout, rows=rows, columns=columns, block_rows=block_rows,
-    )  # fmt: skip
+        _BACKWARD, (dout.dtype, size), (across, down), (32, _WARPS), partial=partial, dout=dout, rows=rows, columns=columns
+    )
     add_rows(device, dbias, partial)

@@ -7,16 +7,18 @@
 // Layout: logits of T (rows, width), of which columns from vocab_size on are padding: they take no part, and their gradient is 0;
 //         nll and weight fp32, targets int32, correct bool, all (rows,). dlogits holds the logits on entry: in place.
 // Work: a block owns a row. One read finds maximum and sum together, each thread rescaling its sum whenever its maximum grows;
-//       a second, backwards, so that it begins with what the caches still hold, writes the gradient.
+//       a second writes the gradient: of the row held in shared memory, or where that takes no two rows of the caches, backwards,
+//       so that it begins with what they still hold.
 // Saved: nothing. Precision: fp32, one rounding to T at the store. Determinism: every sum has a fixed order.
 // Source: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3 (maximum and sum in one pass).
 
-#include "reduce.cuh"
+#include "copies.cuh"
+#include "vectors.cuh"
 
 // Stands for -infinity as the first maximum: the difference of two of these is 0 where that of two infinities is NaN.
 constexpr float LOWEST = -3.402823466e38f;
-// Two such blocks fill a processor of 2048 threads, at 32 registers a thread, and read two rows of 100 KB, which its first-level
-// cache can hold until the second read. Not tuned.
+// Two such blocks fill a processor of 2048 threads, at 32 registers a thread, and hold two rows of 100 KB: one's row is on its way
+// while the other computes. Not tuned.
 constexpr int MAX_BLOCK = 1024;
 
 struct Statistics {
@@ -28,29 +30,28 @@ template <typename T, int SIZE>
 Statistics row_statistics(const T* row, int vocab_size) {
     float largest = LOWEST, total = 0.0f;
     const int vectors = vocab_size / SIZE;
-    const auto* data = reinterpret_cast<const Vector<T, SIZE>*>(row);
-    Vector<T, SIZE> next;
-    if ((int)threadIdx.x < vectors) next = data[threadIdx.x];
+    Packed<T, SIZE> next;
+    if ((int)threadIdx.x < vectors) next.load(row + threadIdx.x * SIZE);
     for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
-        const Vector<T, SIZE> v = next;
-        if (i + (int)blockDim.x < vectors) next = data[i + blockDim.x];  // on its way while this one is summed
+        const Packed<T, SIZE> v = next;
+        if (i + (int)blockDim.x < vectors) next.load(row + (i + blockDim.x) * SIZE);  // on its way while this one is summed
         float larger = largest;
 #pragma unroll
-        for (int j = 0; j < SIZE; j++) larger = fmaxf(larger, to_float(v.element[j]));
-        total *= __expf(largest - larger);
+        for (int j = 0; j < SIZE; j++) larger = fmaxf(larger, v(j));
+        total *= exponential(largest - larger);
         largest = larger;
 #pragma unroll
-        for (int j = 0; j < SIZE; j++) total += __expf(to_float(v.element[j]) - largest);
+        for (int j = 0; j < SIZE; j++) total += exponential(v(j) - largest);
     }
     // What is left of the vocabulary is less than a vector; a block is never smaller than that.
     const int last = vectors * SIZE + threadIdx.x;
     if (last < vocab_size) {
         const float x = to_float(row[last]), larger = fmaxf(largest, x);
-        total = total * __expf(largest - larger) + __expf(x - larger);
+        total = total * exponential(largest - larger) + exponential(x - larger);
         largest = larger;
     }
     const float row_largest = block_reduce(largest, Max(), LOWEST);
-    return {row_largest, block_reduce(total * __expf(largest - row_largest), Sum(), 0.0f)};
+    return {row_largest, block_reduce(total * exponential(largest - row_largest), Sum(), 0.0f)};
 }
 
 template <typename T, int SIZE>
@@ -65,26 +66,38 @@ __global__ void __launch_bounds__(MAX_BLOCK)
     }
 }
 
+// hold: whether the row is held in dynamic shared memory, of as many bytes.
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(MAX_BLOCK)
-    cross_entropy_backward(T* dlogits, float* nll, const int* targets, const float* weight, int width, int vocab_size) {
-    T* row = dlogits + (long long)blockIdx.x * width;
+    cross_entropy_backward(T* dlogits, float* nll, const int* targets, const float* weight, int width, int vocab_size, bool hold) {
+    extern __shared__ uint4 shared[];
+    T* const row = dlogits + (long long)blockIdx.x * width;
+    const T* logits = row;
+    if constexpr (SIZE * sizeof(T) == 16)
+        if (hold) {
+            T* const held = reinterpret_cast<T*>(shared);
+            for (int i = threadIdx.x * SIZE; i < width; i += blockDim.x * SIZE) copy_async(shared_address(held + i), row + i, true);
+            logits = held;
+        }
     const int target = targets[blockIdx.x];
     // Read before the barriers in row_statistics, which separate it from the writes below.
     const float target_logit = to_float(row[target]), row_weight = weight[blockIdx.x];
-    const Statistics s = row_statistics<T, SIZE>(row, vocab_size);
+    copy_wait();
+    __syncthreads();  // a thread's copies, complete, are read below by others
+    const Statistics s = row_statistics<T, SIZE>(logits, vocab_size);
     if (threadIdx.x == 0) nll[blockIdx.x] = logf(s.total) + (s.largest - target_logit);
     const float scale = row_weight / s.total;
-    auto* vectors = reinterpret_cast<Vector<T, SIZE>*>(row);
     for (int i = width / SIZE - 1 - (int)threadIdx.x; i >= 0; i -= blockDim.x) {
-        Vector<T, SIZE> v = vectors[i];
+        Packed<T, SIZE> v;
+        v.load(logits + i * SIZE);
         const int inside = vocab_size - i * SIZE;  // of its elements, those that are no padding
         const int hit = target - i * SIZE;         // the element that is the target, if any
-#pragma unroll
-        for (int j = 0; j < SIZE; j++) {
-            const float d = __expf(to_float(v.element[j]) - s.largest) * scale - (j == hit ? row_weight : 0.0f);
-            v.element[j] = from_float<T>(j < inside ? d : 0.0f);
-        }
-        vectors[i] = v;
+        const auto gradient = [&](int j) { return exponential(v(j) - s.largest) * scale; };
+        if (inside >= SIZE && (hit < 0 || hit >= SIZE)) v.set(gradient);
+        else v.set([&](int j) {
+            const float d = gradient(j) - (j == hit ? row_weight : 0.0f);
+            return j < inside ? d : 0.0f;
+        });
+        v.store(row + i * SIZE);
     }
 }

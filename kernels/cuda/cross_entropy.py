@@ -7,6 +7,7 @@ _INSTANCES = ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
 _FORWARD = Kernel("cross_entropy.cu", "cross_entropy_forward", _INSTANCES)
 _BACKWARD = Kernel("cross_entropy.cu", "cross_entropy_backward", _INSTANCES)
 _MAX_BLOCK, _VECTORS_A_THREAD = 1024, 2  # not tuned
+_OTHER_SHARED_BYTES = 1280  # of a block: its sums, and what the system keeps
 
 
 def cross_entropy_forward(device: Device, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int) -> None:
@@ -25,13 +26,16 @@ def cross_entropy_forward(device: Device, nll: Array, correct: Array, logits: Ar
 def cross_entropy_backward(device: Device, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int) -> None:
     """See kernels.cpu.cross_entropy.cross_entropy_backward.
 
-    Cost: reads the logits from memory once, and from a cache once more; writes them once.
+    Cost: reads the logits from memory once, and writes them once; where shared memory does not take two rows (227 KB of it take
+    58,000 elements of bf16), or 16 bytes do not divide them, they are read once more, from a cache if they are there.
     """
     rows, width = dlogits.shape
     size, block = _shape(dlogits)
+    row_bytes = width * dlogits.dtype.itemsize
+    hold = size > 1 and 2 * (row_bytes + _OTHER_SHARED_BYTES) <= device.shared_bytes
     device.launch(
-        _BACKWARD, (dlogits.dtype, size), rows, block,
-        dlogits=dlogits, nll=nll, targets=targets, weight=weight, width=width, vocab_size=vocab_size,
+        _BACKWARD, (dlogits.dtype, size), rows, block, shared_bytes=row_bytes if hold else 0,
+        dlogits=dlogits, nll=nll, targets=targets, weight=weight, width=width, vocab_size=vocab_size, hold=hold,
     )  # fmt: skip
 
 

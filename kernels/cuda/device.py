@@ -15,8 +15,6 @@ from kernels.cuda.launch import BF16, Array, Kernel, Template, arguments
 
 # Oldest architecture with bf16 products and asynchronous copies.
 OLDEST = (8, 0)
-# More than this of the shared memory has to be asked for before the launch.
-SHARED_DEFAULT_BYTES = 48 * 1024
 
 
 class Device:
@@ -47,6 +45,7 @@ class Device:
             raise ValueError(f"runtime.device: {self.model} is too old ({capability}, needed is {OLDEST}); set it to cpu")
         self.arch = f"sm_{capability[0]}{capability[1]}"
         self.processors = int(properties["multiProcessorCount"])
+        self.shared_bytes = int(properties["sharedMemPerBlockOptin"])  # the most that a block may have
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._functions: dict[tuple[Kernel, Template], Any] = {}
         self._modules: list[Any] = []  # unloaded when collected
@@ -66,19 +65,19 @@ class Device:
         **given: Any,
     ) -> None:
         """Start a kernel instance on the stream; arguments by the names that the .cu file gives them."""
-        function = self._functions.get((kernel, template)) or self._load(kernel, template, shared_bytes)
+        function = self._functions.get((kernel, template)) or self._load(kernel, template)
         grid, block = (x if isinstance(x, tuple) else (x,) for x in (grid, block))
         function(grid, block, arguments(kernel, template, given), shared_bytes, self.stream)
 
-    def _load(self, kernel: Kernel, template: Template, shared_bytes: int) -> Any:
+    def _load(self, kernel: Kernel, template: Template) -> Any:
         arch = f"{self.arch}a" if kernel.hopper else self.arch
         compiled = compile_instance(kernel.source, kernel.expression(template), arch)
         module = cupy.cuda.function.Module()
         module.load(compiled.cubin)
         function = module.get_function(compiled.symbol)
-        if shared_bytes > SHARED_DEFAULT_BYTES:
-            attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            driver.funcSetAttribute(function.ptr, attribute, shared_bytes)
+        # One instance is launched with as much shared memory as the sizes at hand need, now less and then more.
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(function.ptr, attribute, self.shared_bytes - function.shared_size_bytes)
         self._modules.append(module)
         self._functions[kernel, template] = function
         return function

@@ -1,5 +1,5 @@
-// Tensor-core products and asynchronous copies of sm_80 and later, one function an instruction. Shared memory is addressed by
-// 32-bit byte addresses. All lanes of a warp must call a function that says "warp".
+// Tensor-core products of sm_80 and later, one function an instruction. Shared memory is addressed by 32-bit byte addresses. All
+// lanes of a warp must call a function that says "warp".
 //
 // A fragment is a warp's share of a small matrix; lane = 4 * g + t holds, of element pairs (columns 2t and 2t + 1):
 //
@@ -10,30 +10,8 @@
 // so two neighbouring c, rounded to bf16, are an a: a product's result is the next one's left factor without leaving the lane.
 #pragma once
 
+#include "copies.cuh"
 #include "reduce.cuh"
-
-inline unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
-
-// Start to copy 16 bytes, of which both addresses are multiples; zeros, and `global` is not read, where not `valid`.
-inline void copy_async(unsigned shared, const void* global, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
-}
-
-// Start to copy 4 bytes.
-inline void copy_word_async(unsigned shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
-}
-
-// Wait for all copies that this thread has started; other threads see them after the next __syncthreads.
-inline void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// The same in groups: a commit ends one, and a wait lasts until all but the last PENDING groups of this thread are there.
-inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING>
-void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 // Warp: four 8 x 8 matrices of bf16, lane i giving the address of row i % 8 of matrix i / 8. value[m]: row g, columns 2t and
 // 2t + 1 of matrix m.

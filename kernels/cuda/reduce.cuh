@@ -1,4 +1,4 @@
-// Sums and maxima over a warp and over a block, and the element types' conversions.
+// Sums and maxima over a warp and over a block, the element types' conversions, and the exponential.
 //
 // Every thread of the warp or block takes part and gets the result. The order of a sum is fixed by the thread numbers, so it
 // repeats bit for bit.
@@ -20,6 +20,14 @@ template <>
 inline float from_float<float>(float x) { return x; }
 template <>
 inline bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+
+// e^x to a few units in the last place; 0 where that is no normal number, which __expf takes three instructions more to keep.
+inline float exponential(float x) {
+    constexpr float LOG2_E = 1.4426950408889634f;
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * LOG2_E));
+    return power;
+}
 
 struct Sum {
     template <typename T>

@@ -3,7 +3,7 @@
 from kernels.cuda.columns import add_rows
 from kernels.cuda.device import Device
 from kernels.cuda.launch import FLOAT, Array, Kernel
-from kernels.cuda.rows import BACKWARD, FORWARD, persistent_blocks, row_launch, row_templates
+from kernels.cuda.rows import BACKWARD, BACKWARD_WARPS, FORWARD, FORWARD_WARPS, row_launch, row_queue, row_templates
 
 _FORWARD = Kernel("rmsnorm.cu", "rmsnorm_forward", row_templates(FORWARD))
 _BACKWARD = Kernel("rmsnorm.cu", "rmsnorm_backward", row_templates(BACKWARD))
@@ -42,9 +42,11 @@ def _forward(
 ) -> None:  # fmt: skip
     rows, dim = inp.shape
     template, block = row_launch(FORWARD, inp, residual_out, out, residual, weight)
+    blocks, stages, shared_bytes = row_queue(device, inp, block, 2, FORWARD_WARPS)
     device.launch(
-        _FORWARD, template, -(-rows // block[1]), block,
-        residual_out=residual_out, out=out, rstd=rstd, residual=residual, inp=inp, weight=weight, rows=rows, dim=dim, eps=eps,
+        _FORWARD, template, blocks, block, shared_bytes=shared_bytes,
+        residual_out=residual_out, out=out, rstd=rstd, residual=residual, inp=inp, weight=weight, rows=rows, dim=dim,
+        stages=stages, eps=eps,
     )  # fmt: skip
 
 
@@ -53,10 +55,11 @@ def _backward(
 ) -> None:
     rows, dim = inp.shape
     template, block = row_launch(BACKWARD, inp, dinp, dresidual, dout, weight)
-    blocks = persistent_blocks(device.processors, rows, block)
+    blocks, stages, shared_bytes = row_queue(device, inp, block, 3, BACKWARD_WARPS)
     (partial,) = device.workspace(((blocks, dim), FLOAT))
     device.launch(
-        _BACKWARD, template, blocks, block, shared_bytes=4 * dim * block[1] if block[1] > 1 else 0,
+        _BACKWARD, template, blocks, block, shared_bytes=shared_bytes,
         dinp=dinp, partial=partial, dresidual=dresidual, dout=dout, inp=inp, weight=weight, rstd=rstd, rows=rows, dim=dim,
+        stages=stages,
     )  # fmt: skip
     add_rows(device, dweight, partial)

@@ -5,6 +5,7 @@
 // reads without gaps. What lies beyond the row is held as zero.
 #pragma once
 
+#include "copies.cuh"
 #include "vectors.cuh"
 
 // First column of a thread's v-th vector.
@@ -50,18 +51,97 @@ struct Row {
     }
 };
 
+// The rows of ARRAYS arrays that a warp or block works on one after the other, gridDim.x * blockDim.y apart, on their way to shared
+// memory while an earlier one is worked on: waiting for a row only when it is needed would leave the memory idle meanwhile.
+// A thread copies and reads its own vectors alone, so that no barrier is needed.
+template <typename T, int SIZE, int VECTORS, int ARRAYS>
+struct RowQueue {
+    const T* from[ARRAYS];  // null for an array that there is not
+    T* memory;              // (stages, ARRAYS, dim), this threadIdx.y's
+    int row, rows, dim, stages, stage;
+
+    // `shared` holds (blockDim.y, stages, ARRAYS, dim) elements; stages is 1 or 2: rows that are there or on their way.
+    RowQueue(void* shared, const T* const (&arrays)[ARRAYS], int rows, int dim, int stages)
+        : memory(static_cast<T*>(shared) + threadIdx.y * stages * ARRAYS * dim),
+          row(blockIdx.x * blockDim.y + threadIdx.y), rows(rows), dim(dim), stages(stages), stage(0) {
+#pragma unroll
+        for (int a = 0; a < ARRAYS; a++) from[a] = arrays[a];
+        fetch(row);
+        if (stages == 1) return;
+        stage = 1;
+        fetch(row + step());
+        stage = 0;
+    }
+
+    static int step() { return gridDim.x * blockDim.y; }
+
+    void fetch(int next) {
+        if (next < rows) {
+#pragma unroll
+            for (int a = 0; a < ARRAYS; a++) {
+                if (!from[a]) continue;
+                const T* const source = from[a] + (long long)next * dim;
+                T* const target = memory + (stage * ARRAYS + a) * dim;
+#pragma unroll
+                for (int v = 0; v < VECTORS; v++) {
+                    const int column = row_column<SIZE>(v);
+                    if (column >= dim) continue;
+                    if constexpr (SIZE * sizeof(T) == 16) copy_async(shared_address(target + column), source + column, true);
+                    else target[column] = source[column];
+                }
+            }
+        }
+        commit_copies();  // also where there is nothing to copy: the waits count groups
+    }
+
+    // Until `row` is there.
+    void wait() const {
+        if (stages == 1) wait_copies<0>();
+        else wait_copies<1>();
+    }
+
+    // Array a's elements of `row`; zeros where there is no such array.
+    Row<T, SIZE, VECTORS> get(int a) const {
+        Row<T, SIZE, VECTORS> found;
+        found.load(memory + (stage * ARRAYS + a) * dim, from[a] ? dim : 0);
+        return found;
+    }
+
+    // On to the next row; what this one lay in is overwritten.
+    void next() {
+        fetch(row + stages * step());
+        row += step();
+        stage ^= stages - 1;
+    }
+};
+
 // Sum over the row of a value per thread. All threads that own the row call it and get the result.
 inline float row_sum(float value) {
     return blockDim.x == WARP ? warp_reduce(value, Sum()) : block_reduce(value, Sum(), 0.0f);
 }
 
+// Two such sums; a warp's take their steps together, so that one's latency covers the other's.
+inline float2 row_sums(float a, float b) {
+    if (blockDim.x != WARP) {
+        a = block_reduce(a, Sum(), 0.0f);
+        return make_float2(a, block_reduce(b, Sum(), 0.0f));
+    }
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        const float other_a = __shfl_xor_sync(ALL_LANES, a, offset), other_b = __shfl_xor_sync(ALL_LANES, b, offset);
+        a += other_a, b += other_b;
+    }
+    return make_float2(a, b);
+}
+
 // A thread's sums for its columns over the rows that it saw, (VECTORS, SIZE), to the block's row of `partial` (gridDim.x, dim).
-// Where warps own rows, `of_warp`, shared memory of (blockDim.y, dim) floats, holds what is added up in their order.
+// Where warps own rows, `of_warp`, shared memory of (blockDim.y, dim) floats, holds what is added up in their order; it may be a
+// RowQueue's that has come to its end.
 template <int SIZE, int VECTORS>
 void store_column_sums(float* partial, float* of_warp, const float (&sums)[VECTORS][SIZE], int dim) {
     float* const row = partial + (long long)blockIdx.x * dim;
     float* const mine = blockDim.y == 1 ? row : of_warp + threadIdx.y * dim;
-    __syncthreads();  // separates these writes from the reads of an earlier call
+    __syncthreads();  // separates these writes from the reads of an earlier call and of a queue
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
 #pragma unroll

@@ -1,14 +1,19 @@
-"""Launch shapes of the kernels that hold a row in registers (rows.cuh)."""
+"""Launch shapes of the kernels that hold a row in registers and have the next on its way (rows.cuh)."""
 
 from typing import Any
 
 import numpy as np
 
+from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Array, Template
 from kernels.cuda.vectors import VECTOR_BYTES, vector_size
 
 _WARP = 32
 _WARPS = 8  # of a block whose warps own rows; not tuned
+# Warps that a processor holds at once, by their registers; not tuned.
+FORWARD_WARPS, BACKWARD_WARPS = 24, 16
+_STAGES = 2  # rows of a warp or block that are there or on their way
+_STATIC_BYTES = 1024  # of shared memory, at most, for a block's sums
 _LARGEST_BLOCK = 512  # the kernels' __launch_bounds__
 _ONE_BY_ONE = 8  # elements a thread where rows allow no vectors
 LONGEST_ROW = 8192  # where 16 bytes divide its length; else half of it
@@ -39,10 +44,17 @@ def row_launch(choice: Choice, inp: Array, *arrays: Array | None) -> tuple[Templ
     elements = next((number for number in numbers if number * _WARP >= dim), numbers[-1])
     threads = _WARP * -(-dim // (_WARP * elements))
     assert threads <= _LARGEST_BLOCK, f"rows of {dim} elements are too long"
-    return (inp.dtype, size, elements // size), (threads, _WARPS if threads == _WARP else 1)
+    return (inp.dtype, size, elements // size), (threads, min(_WARPS, len(inp)) if threads == _WARP else 1)
 
 
-def persistent_blocks(processors: int, rows: int, block: tuple[int, int]) -> int:
-    """Blocks that a GPU holds at once, 16 warps to a processor, but no more than have rows."""
-    resident = processors * max(1, 2 * _WARPS * _WARP // (block[0] * block[1]))
-    return min(resident, -(-rows // block[1]))
+def row_queue(device: Device, inp: Array, block: tuple[int, int], arrays: int, warps: int) -> tuple[int, int, int]:
+    """Blocks, stages of their queues of `arrays` arrays' rows, and bytes of shared memory for these.
+
+    Args:
+        warps: that a processor holds at once; there are no more blocks than have rows.
+    """
+    rows, dim = inp.shape
+    blocks = device.processors * max(1, warps * _WARP // (block[0] * block[1]))
+    stage_bytes = block[1] * arrays * dim * inp.dtype.itemsize
+    stages = _STAGES if _STAGES * stage_bytes <= device.shared_bytes - _STATIC_BYTES else 1
+    return min(blocks, -(-rows // block[1])), stages, stages * stage_bytes

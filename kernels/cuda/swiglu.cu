@@ -11,7 +11,7 @@
 #include "vectors.cuh"
 
 // exp(-gate) is infinite from gate = -89 on, and the quotient then 0, as it should be.
-inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exponential(-x)); }
 
 // count: of out's vectors, below 2^32; elements beyond 2^31 are reached by long long. row_vectors: width / SIZE.
 template <typename T, int SIZE>

@@ -50,7 +50,7 @@ def array(shape: tuple[int, ...], dtype: Any) -> HostArray:
 class RecordingDevice:
     """kernels.cuda.device.Device as far as launchers use it."""
 
-    processors, arch, matmul, stream = 132, "sm_90", MATMUL, None
+    processors, shared_bytes, arch, matmul, stream = 132, 227 * 1024, "sm_90", MATMUL, None
 
     def __init__(self, storage: np.dtype[Any], attention: str) -> None:
         self.storage, self.attention = storage, attention
@@ -64,7 +64,7 @@ class RecordingDevice:
         for extent in (*np.atleast_1d(grid), *np.atleast_1d(block)):
             assert extent >= 1, f"{kernel.name}: grid {grid}, block {block}"
         assert 1 <= np.prod(block) <= 1024, f"{kernel.name}: block {block}"
-        assert shared_bytes <= 227 * 1024, f"{kernel.name}: {shared_bytes} bytes of shared memory"
+        assert shared_bytes <= self.shared_bytes, f"{kernel.name}: {shared_bytes} bytes of shared memory"
         self.launched.add((kernel, template))
 
     def workspace(self, *parts: tuple[tuple[int, ...], Any]) -> list[HostArray]:

@@ -1,0 +1,25 @@
+// Asynchronous copies from global to shared memory, of sm_80 and later. Shared memory is addressed by 32-bit byte addresses.
+#pragma once
+
+inline unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
+
+// Start to copy 16 bytes, of which both addresses are multiples; zeros, and `global` is not read, where not `valid`.
+inline void copy_async(unsigned shared, const void* global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Start to copy 4 bytes.
+inline void copy_word_async(unsigned shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// Wait for all copies that this thread has started; other threads see them after the next __syncthreads.
+inline void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The same in groups: a commit ends one, and a wait lasts until all but the last PENDING groups of this thread are there.
+inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
