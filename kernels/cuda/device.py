@@ -76,8 +76,9 @@ class Device:
         module.load(compiled.cubin)
         function = module.get_function(compiled.symbol)
         # One instance is launched with as much shared memory as the sizes at hand need, now less and then more.
+        static_bytes = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        driver.funcSetAttribute(function.ptr, attribute, self.shared_bytes - function.shared_size_bytes)
+        driver.funcSetAttribute(function.ptr, attribute, self.shared_bytes - static_bytes)
         self._modules.append(module)
         self._functions[kernel, template] = function
         return function
