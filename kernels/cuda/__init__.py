@@ -26,6 +26,7 @@ from kernels.cuda.layernorm import (
     residual_layernorm_backward,
     residual_layernorm_forward,
 )
+from kernels.cuda.linear_rows import MOST_ROWS, norm_linear_rows, residual_linear_rows
 from kernels.cuda.matmul import matmul_backward, matmul_forward
 from kernels.cuda.rmsnorm import (
     residual_rmsnorm_backward,
@@ -52,6 +53,7 @@ class CudaOps(Device):
 
     name = "cuda"
     dtype = FLOAT
+    fused_rows = MOST_ROWS
 
     embedding_forward, embedding_backward = embedding_forward, embedding_backward
     rmsnorm_forward, rmsnorm_backward = rmsnorm_forward, rmsnorm_backward
@@ -59,6 +61,7 @@ class CudaOps(Device):
     layernorm_forward, layernorm_backward = layernorm_forward, layernorm_backward
     residual_layernorm_forward, residual_layernorm_backward = residual_layernorm_forward, residual_layernorm_backward
     matmul_forward, matmul_backward = matmul_forward, matmul_backward
+    norm_linear_rows, residual_linear_rows = norm_linear_rows, residual_linear_rows
     bias_forward, bias_backward = bias_forward, bias_backward
     rope_forward, rope_backward = rope_forward, rope_backward
     attention_forward, attention_backward = attention_forward, attention_backward

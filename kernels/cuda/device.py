@@ -11,6 +11,7 @@ import numpy as np
 from cupy.cuda import driver
 
 from kernels.cuda.compile import compile_instance
+from kernels.cuda.early import launch_early
 from kernels.cuda.launch import BF16, Array, Kernel, Template, arguments
 
 # Oldest architecture with bf16 products and asynchronous copies.
@@ -45,7 +46,7 @@ class Device:
         self.model = properties["name"].decode()
         if capability < OLDEST:
             raise ValueError(f"runtime.device: {self.model} is too old ({capability}, needed is {OLDEST}); set it to cpu")
-        self.arch = f"sm_{capability[0]}{capability[1]}"
+        self.arch, self._starts_early = f"sm_{capability[0]}{capability[1]}", capability >= (9, 0)
         self.processors = int(properties["multiProcessorCount"])
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._functions: dict[tuple[Kernel, Template], Any] = {}
@@ -68,7 +69,11 @@ class Device:
         """Start a kernel instance on the stream; arguments by the names that the .cu file gives them."""
         function = self._functions.get((kernel, template)) or self._load(kernel, template, shared_bytes)
         grid, block = (x if isinstance(x, tuple) else (x,) for x in (grid, block))
-        function(grid, block, arguments(kernel, template, given), shared_bytes, self.stream)
+        ordered = arguments(kernel, template, given)
+        if kernel.early and self._starts_early:
+            launch_early(function.ptr, grid, block, ordered, shared_bytes, self.stream.ptr)
+        else:
+            function(grid, block, ordered, shared_bytes, self.stream)
 
     def _load(self, kernel: Kernel, template: Template, shared_bytes: int) -> Any:
         arch = f"{self.arch}a" if kernel.hopper else self.arch

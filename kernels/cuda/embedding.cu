@@ -18,6 +18,7 @@
 // Determinism: atomics only on integers: counts, which come out the same in any order, and the room for a list and its place among
 // the work, whose order changes from run to run, but not what any list holds nor how it is added up.
 
+#include "overlap.cuh"
 #include "vectors.cuh"
 
 // tokens is null where the key is the position.
@@ -31,6 +32,7 @@ template <typename T, int SIZE>
 __global__ void __launch_bounds__(256)
     embedding_forward(T* out, const int* tokens, const int* start, const T* weight, const T* position_weight, unsigned count,
                       unsigned row_vectors, int length) {
+    let_next_start();
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     const int row = i / row_vectors;

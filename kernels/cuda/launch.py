@@ -49,12 +49,14 @@ class Kernel:
         name: the __global__ function.
         instances: the template arguments with which it is launched, all of them, for the test that compiles each.
         hopper: whether it uses instructions of sm_90a alone.
+        early: whether it may start before the kernel before it has ended, see overlap.cuh.
     """
 
     source: str
     name: str
     instances: tuple[Template, ...]
     hopper: bool = False
+    early: bool = False
 
     def expression(self, template: Template) -> str:
         """The instance as C++ writes it."""

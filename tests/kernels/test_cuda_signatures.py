@@ -154,6 +154,12 @@ def product_calls(m: Maker, s: Sizes) -> Calls:
     yield "matmul_forward", (out, inp, weight), {}
     for few in range(1, 5):
         yield "matmul_forward", (t(few, s.padded_vocab), t(few, dim), weight, t(s.padded_vocab)), {}
+    rope = (m.ids(1, 4), f(8, 2, 2), 3)
+    for parts in ((t(dim),), (t(dim), t(dim))):
+        for options in ({}, {"activation": "gelu"}, {"activation": "swiglu"}, {"rope": rope}):
+            wide = t(4, s.padded_vocab // (2 if options == {"activation": "swiglu"} else 1))
+            yield "norm_linear_rows", (wide, t(4, dim), parts, weight, t(s.padded_vocab)), {"eps": 1e-5, **options}
+    yield "residual_linear_rows", (t(4, s.padded_vocab), t(4, dim), weight), {}
     for add in (False, True):
         yield "matmul_backward", (inp, f(s.padded_vocab, dim), out, inp, weight), {"add_dinp": add}
 
@@ -199,7 +205,7 @@ def calls(storage: np.dtype[Any], sizes: Sizes) -> Calls:
 
 def module_of(name: str) -> Any:
     """The launchers' module of an operation's function."""
-    operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
+    operation = name.removeprefix("norm_").removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
     return import_module(f"kernels.cuda.{'sampling' if name == 'ban' else operation}")
 
 
@@ -224,7 +230,7 @@ def test_launches_are_what_kernels_take(sizes: Sizes, storage: np.dtype[Any], at
 def test_every_operation_is_called() -> None:
     operations = {name for name, value in vars(CpuOps).items() if isinstance(value, staticmethod)}
     called = {name for name, _, _ in calls(FLOAT, SIZES[0])}
-    assert called == operations
+    assert called == operations | {"norm_linear_rows", "residual_linear_rows"}  # which the GPU alone has
 
 
 # An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.
