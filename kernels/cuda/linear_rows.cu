@@ -1,11 +1,12 @@
 // A linear layer for a few rows, as decoding has them, with what comes before and after it: the weight's bytes are all that counts.
 //
-//     x = inp, or norm(inp)                                 where there is a norm_weight: layernorm with a norm_bias, else rmsnorm
+//     x = inp, or norm(stream)                              where there is a norm_weight: layernorm with a norm_bias, else rmsnorm
 //     s[r, o] = sum over i of x[r, i] * weight[o, i] (+ bias[o])
-//     out = s, gelu(s), out + s, silu(s[gate half]) * s[up half], or s turned by RoPE               as `then` says
+//     out = s, gelu(s), silu(s[gate half]) * s[up half], or s turned by RoPE; or stream += s        as `then` says
 //
-// Layout: inp (ROWS, inputs), weight (outputs, inputs), norm_weight and norm_bias (inputs,), bias (outputs,), out (ROWS, outputs), with
-// SWIGLU (ROWS, outputs / 2), all of T; start (ROWS,) int and table (context, 2, distance) fp32 as of rope.cu.
+// Layout: inp (ROWS, inputs), weight (outputs, inputs), bias (outputs,), out (ROWS, outputs), with SWIGLU (ROWS, outputs / 2), of T;
+// stream (ROWS, inputs) where it is normalised and takes inp's place, (ROWS, outputs) where it is added to, norm_weight and norm_bias
+// (inputs,), and as of rope.cu table (context, 2, distance), fp32; start (ROWS,) int.
 // Work: `blockDim.y` warps own two outputs, `distance` apart: neighbours, or what SWIGLU and ROPE put together. Each of them sums
 //       over its share of the inputs, the shares' vectors interleaved; a lane holds PARTS vectors of either weight row at a time.
 //       The statistics of a row are small work, so each warp makes its own and none waits for another.
@@ -21,15 +22,15 @@ constexpr int WARPS = 4, PARTS = 4;
 enum Then { STORE, GELU, ADD, SWIGLU, ROPE };
 
 // mean is 0 where there is no norm_bias. All lanes of a warp.
-template <typename T, int SIZE>
-void statistics(float& mean, float& rstd, const T* row, int inputs, bool centred, float eps) {
+template <int SIZE>
+void statistics(float& mean, float& rstd, const float* row, int inputs, bool centred, float eps) {
     const auto over = [&](auto term) {
         float sum = 0.0f;
         for (int i = threadIdx.x * SIZE; i < inputs; i += WARP * SIZE) {
-            Packed<T, SIZE> x;
-            x.load(row + i);
+            float x[SIZE];
+            load_floats(x, row + i);
 #pragma unroll
-            for (int j = 0; j < SIZE; j++) sum = term(x(j), sum);
+            for (int j = 0; j < SIZE; j++) sum = term(x[j], sum);
         }
         return warp_reduce(sum, Sum()) / inputs;
     };
@@ -40,8 +41,8 @@ void statistics(float& mean, float& rstd, const T* row, int inputs, bool centred
 // Block (WARP, warps that share two outputs, pairs of outputs). rotated: heads of 2 * distance outputs that ROPE turns.
 template <typename T, int SIZE, int ROWS>
 __global__ void __launch_bounds__(WARPS * WARP)
-    linear_rows(T* out, const T* inp, const T* norm_weight, const T* norm_bias, const T* weight, const T* bias, const int* start,
-                const float* table, int outputs, int inputs, int distance, int then, int length, int rotated, float eps) {
+    linear_rows(T* out, float* stream, const T* inp, const float* norm_weight, const float* norm_bias, const T* weight,
+                const T* bias, const int* start, const float* table, int outputs, int inputs, int distance, int then, int length, int rotated, float eps) {
     __shared__ float of_warp[WARPS][2][ROWS];
     const int lane = threadIdx.x, pair = blockIdx.x * blockDim.z + threadIdx.z;
     const int first = pair / distance * 2 * distance + pair % distance, second = first + distance;
@@ -68,27 +69,32 @@ __global__ void __launch_bounds__(WARPS * WARP)
     if (norm_weight) {
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
-            statistics<T, SIZE>(mean[r], rstd[r], inp + r * inputs, inputs, norm_bias != nullptr, eps);
+            statistics<SIZE>(mean[r], rstd[r], stream + r * inputs, inputs, norm_bias != nullptr, eps);
     }
     while (true) {
 #pragma unroll
         for (int p = 0; p < PARTS; p++) {
             const int i = from + p * step;
             if (i >= inputs) break;
-            Packed<T, SIZE> scale, shift;
-            if (norm_weight) scale.load(norm_weight + i);
-            if (norm_bias) shift.load(norm_bias + i);
+            float scale[SIZE], shift[SIZE] = {}, x[SIZE];
+            if (norm_weight) load_floats(scale, norm_weight + i);
+            if (norm_bias) load_floats(shift, norm_bias + i);
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                Packed<T, SIZE> x;
-                x.load(inp + r * inputs + i);
+                if (norm_weight) {
+                    load_floats(x, stream + r * inputs + i);
 #pragma unroll
-                for (int j = 0; j < SIZE; j++) {
-                    float value = x(j);
-                    if (norm_weight) value = fmaf((value - mean[r]) * rstd[r], scale(j), norm_bias ? shift(j) : 0.0f);
-                    sums[0][r] = fmaf(value, w[0][p](j), sums[0][r]);
-                    sums[1][r] = fmaf(value, w[1][p](j), sums[1][r]);
+                    for (int j = 0; j < SIZE; j++) x[j] = fmaf((x[j] - mean[r]) * rstd[r], scale[j], shift[j]);
+                } else {
+                    Packed<T, SIZE> loaded;
+                    loaded.load(inp + r * inputs + i);
+#pragma unroll
+                    for (int j = 0; j < SIZE; j++) x[j] = loaded(j);
                 }
+#pragma unroll
+                for (int j = 0; j < SIZE; j++)
+#pragma unroll
+                    for (int o = 0; o < 2; o++) sums[o][r] = fmaf(x[j], w[o][p](j), sums[o][r]);
             }
         }
         from += PARTS * step;
@@ -109,6 +115,12 @@ __global__ void __launch_bounds__(WARPS * WARP)
         a += of_warp[threadIdx.z * blockDim.y + warp][0][lane];
         b += of_warp[threadIdx.z * blockDim.y + warp][1][lane];
     }
+    if (then == ADD) {
+        float* const added = stream + (long long)lane * outputs;
+        added[first] += a;
+        if (second < outputs) added[second] += b;
+        return;
+    }
     T* const target = out + (long long)lane * (then == SWIGLU ? distance : outputs);
     if (then == SWIGLU) {
         target[first] = from_float<T>(a * sigmoid(a) * b);
@@ -123,10 +135,6 @@ __global__ void __launch_bounds__(WARPS * WARP)
     if (then == GELU) {
         a *= sigmoid_of_cubic(a);
         b *= sigmoid_of_cubic(b);
-    }
-    if (then == ADD) {
-        a += to_float(target[first]);
-        if (second < outputs) b += to_float(target[second]);
     }
     target[first] = from_float<T>(a);
     if (second < outputs) target[second] = from_float<T>(b);

@@ -4,8 +4,9 @@
     residual_linear_rows       stream += inp @ weight^T (+ bias)
     norm_linear_rows           out = norm(stream) @ weight^T (+ bias), then GELU, SwiGLU, RoPE or nothing
 
-`norm` is (weight, bias) of a LayerNorm or (weight,) of an RMSNorm. All arrays hold T. Precision: fp32 arithmetic, one rounding of
-the result; norm and product are not rounded in between. Determinism: a row's bits do not depend on how many rows there are.
+`norm` is (weight, bias) of a LayerNorm or (weight,) of an RMSNorm. It and the stream are fp32, all else holds T. Precision: fp32
+arithmetic, one rounding of the result; norm and product are not rounded in between. Determinism: a row's bits do not depend on
+how many rows there are.
 """
 
 from collections.abc import Sequence
@@ -25,12 +26,12 @@ _STORE, _GELU, _ADD, _SWIGLU, _ROPE = range(5)  # the kernel's Then
 
 def linear_rows(device: Device, out: Array, inp: Array, weight: Array, bias: Array | None = None) -> None:
     """out (rows, outputs) = inp @ weight^T (+ bias), overwritten."""
-    _launch(device, out, inp, weight, bias, _STORE)
+    _launch(device, out, None, inp, weight, bias, _STORE)
 
 
 def residual_linear_rows(device: Device, stream: Array, inp: Array, weight: Array, bias: Array | None = None) -> None:
     """stream (rows, outputs) += inp @ weight^T (+ bias): a sublayer's last product and the Euler step with it."""
-    _launch(device, stream, inp, weight, bias, _ADD)
+    _launch(device, None, stream, inp, weight, bias, _ADD)
 
 
 def norm_linear_rows(
@@ -61,26 +62,28 @@ def norm_linear_rows(
     elif rope:
         distance, then = rope[1].shape[2], _ROPE
     _launch(
-        device, out, stream, weight, bias, then,
+        device, out, stream, None, weight, bias, then,
         distance=distance, norm=norm, eps=eps, start=start, table=table, rotated=rotated,
     )  # fmt: skip
 
 
 def _launch(
-    device: Device, out: Array, inp: Array, weight: Array, bias: Array | None, then: int, *, distance: int = 1,
-    norm: Sequence[Array] = (), eps: float = 0.0, start: Array | None = None, table: Array | None = None, rotated: int = 0,
+    device: Device, out: Array | None, stream: Array | None, inp: Array | None, weight: Array, bias: Array | None, then: int, *,
+    distance: int = 1, norm: Sequence[Array] = (), eps: float = 0.0, start: Array | None = None, table: Array | None = None,
+    rotated: int = 0,
 ) -> None:  # fmt: skip
-    (rows, inputs), outputs = inp.shape, weight.shape[0]
+    (outputs, inputs), read = weight.shape, stream if inp is None else inp
+    assert read is not None
     norm_weight, norm_bias = (*norm, None, None)[:2]
-    size = vector_size(inputs, inp, weight, norm_weight, norm_bias)
+    size = vector_size(inputs, weight, inp, stream if norm else None, norm_weight, norm_bias)
     splits = 1  # warps that share two outputs: so many that each has PARTS vectors a lane, if it can be
     while splits < _WARPS and splits * _PARTS * _WARP * size < inputs:
         splits *= 2
     pairs = -(-outputs // (2 * distance)) * distance
     arguments: dict[str, Any] = {
-        "out": out, "inp": inp, "norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias,
-        "start": start, "table": table, "outputs": outputs, "inputs": inputs, "distance": distance, "then": then,
+        "out": out, "stream": stream, "inp": inp, "norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight,
+        "bias": bias, "start": start, "table": table, "outputs": outputs, "inputs": inputs, "distance": distance, "then": then,
         "length": 1 if start is None else start.shape[1], "rotated": rotated, "eps": eps,
     }  # fmt: skip
     group = _WARPS // splits
-    device.launch(_LINEAR, (inp.dtype, size, rows), -(-pairs // group), (_WARP, splits, group), **arguments)
+    device.launch(_LINEAR, (weight.dtype, size, len(read)), -(-pairs // group), (_WARP, splits, group), **arguments)

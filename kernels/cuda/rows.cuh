@@ -34,6 +34,12 @@ struct Row {
         }
     }
 
+    // As load, but that the compiler does not keep what was loaded before instead.
+    void load_again(const T* row, int dim) {
+        asm volatile("" : "+l"(row));
+        load(row, dim);
+    }
+
     void store(T* row, int dim) const {
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)

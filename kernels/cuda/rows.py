@@ -16,7 +16,7 @@ LONGEST_ROW = 8192  # where 16 bytes divide its length; else half of it
 Choice = dict[np.dtype[Any], tuple[int, ...]]
 # Elements that a thread may hold: as many as registers allow.
 FORWARD: Choice = {BF16: (8, 16, 24, 32), FLOAT: (8, 16, 24, 32)}
-BACKWARD: Choice = {BF16: (8, 16, 24), FLOAT: (8, 16)}
+BACKWARD: Choice = {BF16: (8, 16), FLOAT: (8, 16)}
 
 
 def row_templates(choice: Choice) -> tuple[Template, ...]:

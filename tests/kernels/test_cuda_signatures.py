@@ -126,18 +126,18 @@ class Maker:
 def row_calls(m: Maker, s: Sizes) -> Calls:
     """Operations over rows of activations."""
     rows, dim, t, f = s.batch * s.length, s.dim, m.stored, m.single
-    x, weight, statistic, gradient = (lambda: t(rows, dim)), (lambda: t(dim)), (lambda: f(rows)), (lambda: f(dim))
-    yield "rmsnorm_forward", (x(), statistic(), x(), weight()), {"eps": 1e-5}
-    yield "residual_rmsnorm_forward", (x(), x(), statistic(), x(), x(), weight()), {"eps": 1e-5}
-    yield "rmsnorm_backward", (x(), gradient(), x(), x(), weight(), statistic()), {}
-    yield "residual_rmsnorm_backward", (x(), gradient(), x(), x(), x(), weight(), statistic()), {}
-    two = statistic(), statistic()
-    yield "layernorm_forward", (x(), *two, x(), weight(), weight()), {"eps": 1e-5}
-    yield "residual_layernorm_forward", (x(), x(), *two, x(), x(), weight(), weight()), {"eps": 1e-5}
-    yield "layernorm_backward", (x(), gradient(), gradient(), x(), x(), weight(), *two), {}
-    yield "residual_layernorm_backward", (x(), gradient(), gradient(), x(), x(), x(), weight(), *two), {}
-    yield "bias_forward", (x(), x(), weight()), {}
-    yield "bias_backward", (gradient(), x()), {}
+    x, stream, statistic, vector = (lambda: t(rows, dim)), (lambda: f(rows, dim)), (lambda: f(rows)), (lambda: f(dim))
+    yield "rmsnorm_forward", (x(), statistic(), stream(), vector()), {"eps": 1e-5}
+    yield "residual_rmsnorm_forward", (stream(), x(), statistic(), stream(), x(), vector()), {"eps": 1e-5}
+    yield "rmsnorm_backward", (x(), vector(), x(), stream(), vector(), statistic()), {}
+    yield "residual_rmsnorm_backward", (x(), vector(), x(), x(), stream(), vector(), statistic()), {}
+    two, parameters = (statistic(), statistic()), (vector(), vector())
+    yield "layernorm_forward", (x(), *two, stream(), *parameters), {"eps": 1e-5}
+    yield "residual_layernorm_forward", (stream(), x(), *two, stream(), x(), *parameters), {"eps": 1e-5}
+    yield "layernorm_backward", (x(), *parameters, x(), stream(), vector(), *two), {}
+    yield "residual_layernorm_backward", (x(), *parameters, x(), x(), stream(), vector(), *two), {}
+    yield "bias_forward", (x(), x(), t(dim)), {}
+    yield "bias_backward", (vector(), x()), {}
     yield "gelu_forward", (x(), x()), {}
     yield "gelu_backward", (x(), x(), x()), {}
     yield "swiglu_forward", (x(), t(rows, 2 * dim)), {}
@@ -147,19 +147,19 @@ def row_calls(m: Maker, s: Sizes) -> Calls:
 def product_calls(m: Maker, s: Sizes) -> Calls:
     """Embedding and products."""
     rows, dim, t, f, ids = s.batch * s.length, s.dim, m.stored, m.single, m.ids(s.batch, s.length)
-    for position, dposition in ((None, None), (t(s.length, dim), f(s.length, dim))):
-        yield "embedding_forward", (t(rows, dim), ids, ids, t(s.padded_vocab, dim), position), {}
+    for position, dposition in ((None, None), (f(s.length, dim), f(s.length, dim))):
+        yield "embedding_forward", (f(rows, dim), ids, ids, f(s.padded_vocab, dim), position), {}
         yield "embedding_backward", (f(s.padded_vocab, dim), dposition, t(rows, dim), ids, ids), {}
     inp, weight, out = t(rows, dim), t(s.padded_vocab, dim), t(rows, s.padded_vocab)
     yield "matmul_forward", (out, inp, weight), {}
     for few in range(1, 5):
         yield "matmul_forward", (t(few, s.padded_vocab), t(few, dim), weight, t(s.padded_vocab)), {}
     rope = (m.ids(1, 4), f(8, 2, 2), 3)
-    for parts in ((t(dim),), (t(dim), t(dim))):
+    for parts in ((f(dim),), (f(dim), f(dim))):
         for options in ({}, {"activation": "gelu"}, {"activation": "swiglu"}, {"rope": rope}):
             wide = t(4, s.padded_vocab // (2 if options == {"activation": "swiglu"} else 1))
-            yield "norm_linear_rows", (wide, t(4, dim), parts, weight, t(s.padded_vocab)), {"eps": 1e-5, **options}
-    yield "residual_linear_rows", (t(4, s.padded_vocab), t(4, dim), weight), {}
+            yield "norm_linear_rows", (wide, f(4, dim), parts, weight, t(s.padded_vocab)), {"eps": 1e-5, **options}
+    yield "residual_linear_rows", (f(4, s.padded_vocab), t(4, dim), weight), {}
     for add in (False, True):
         yield "matmul_backward", (inp, f(s.padded_vocab, dim), out, inp, weight), {"add_dinp": add}
 
