@@ -1,0 +1,356 @@
+// Gradient of attention_hopper.cu, the probabilities computed again from lse: one kernel, five products. bf16, head dims 64 and 128.
+//
+// The mathematics and the layout of the arrays are attention_scalar.cu's, delta comes from its attention_delta:
+//
+//     p[t, j]  = exp(s[t, j] - lse[t])        ds[t, j] = p[t, j] * (dout[t] . v[j] - delta[t]) / sqrt(D)
+//     dq[t] = sum_j ds[t, j] k[j]             dk[j] = sum_t ds[t, j] q[t]             dv[j] = sum_t p[t, j] dout[t]
+//
+// Work: a block owns KEYS keys of one head, and walks over all query heads that share them and over the tiles of QUERIES queries
+//       that see them, upward from the diagonal. Two warpgroups own 64 of the keys each, with dk and dv in their registers.
+//       Of the third one warp copies q, dout, lse, delta and start of the tiles ahead, and two pass dq on.
+// Products: s and dout . v are computed transposed, keys by queries: so p and ds are left factors of dv and dk as they lie in
+//       the registers. Only ds goes to shared memory, where each warpgroup multiplies all KEYS of it with the keys: at D = 64
+//       for its 64 of the queries, at D = 128 for its 64 of the features. The next tile's s is computed while dq leaves.
+// dq: a tile's sum lies in `dq_sum` in fp32, each 64 x 64 part of it in the order of the threads' fragments. The blocks of keys
+//       contribute from the diagonal down, each when `turns` says that the one before it has: the diagonal's stores, so nothing
+//       is zeroed but the turns; the copy engine adds the others'; the lowest adds to what it reads, rounds, and writes dqkv.
+//       Blocks of one head are numbered from the last keys to the first, so each waits for a block that has started before it;
+//       and all start at their diagonals, so that one is a tile ahead of the next and nobody waits for long.
+// Skipped: tiles that no key of the block takes part in; only tiles on a border are masked element by element.
+// Precision: products of bf16 with fp32 sums; exp, lse and delta fp32; p and ds are rounded to bf16 as factors, dq, dk and dv as
+//       they are stored. exp is 2^x with log2(e) folded into the scale.
+// Determinism: every sum has a fixed order, dq's by the turns.
+// Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), section 3 and its supplement's algorithm 3; Dao 2023,
+//       arXiv:2307.08691, algorithm 2.
+//
+// Numbers of rows, tiles, stages and registers: not tuned.
+
+#include "attention_hopper.cuh"
+
+// Fewer where rows are long: s, dout . v, dk and dv are all in registers.
+template <int HEAD_DIM>
+constexpr int QUERIES = HEAD_DIM == 64 ? 128 : 64;
+
+constexpr int STAGES = 2;
+constexpr int PART = 64 * 64;  // floats of dq that a warpgroup adds at a time
+constexpr int ALL_GROUPS = GROUPS * WARPGROUP;
+
+// Addresses in shared memory.
+template <int HEAD_DIM>
+struct Layout {
+    static constexpr int KEY_BYTES = KEYS * HEAD_DIM * 2, QUERY_BYTES = QUERIES<HEAD_DIM> * HEAD_DIM * 2;
+    static constexpr int DS_BYTES = KEYS * QUERIES<HEAD_DIM> * 2, DQ_BYTES = PART * 4, ROW_BYTES = QUERIES<HEAD_DIM> * 4;
+    unsigned keys, values, queries, douts, ds, dq, rows;
+    Barriers key_full, query_full, dout_full, empty, dq_full, dq_empty;
+
+    explicit Layout(const void* memory)
+        : keys(shared_address(memory)), values(keys + KEY_BYTES), queries(values + KEY_BYTES),
+          douts(queries + STAGES * QUERY_BYTES), ds(douts + STAGES * QUERY_BYTES), dq(ds + 2 * DS_BYTES),
+          rows(dq + GROUPS * DQ_BYTES), key_full(rows + STAGES * 3 * ROW_BYTES), query_full(key_full.end(2)),
+          dout_full(query_full.end(STAGES)), empty(dout_full.end(STAGES)), dq_full(empty.end(STAGES)),
+          dq_empty(dq_full.end(GROUPS)) {}
+
+    void init() const {
+        key_full.init(2, 1);  // keys, values
+        query_full.init(STAGES, WARP);
+        dout_full.init(STAGES, 1);
+        empty.init(STAGES, ALL_GROUPS / WARP);
+        dq_full.init(GROUPS, WARPGROUP / WARP);
+        dq_empty.init(GROUPS, 1);
+        fence_barrier_init();
+    }
+};
+
+// Which part of the work the block does; all warps find it alike.
+struct Part {
+    int first, shared, b, tile, tiles, heads;  // first key, its head, its sequence; first tile of queries, tiles, query heads
+    long long row;                             // of the sequence
+
+    template <int TILE>
+    static Part of_block(const int* start, int length, int group_heads) {
+        Part part;
+        part.first = (gridDim.x - 1 - blockIdx.x) * KEYS;
+        part.shared = blockIdx.y;
+        part.b = blockIdx.z;
+        part.heads = group_heads;
+        part.row = (long long)part.b * length;
+        part.tile = part.first / TILE;
+        part.tiles = 0;
+        // start never falls, so the tiles that see one of these keys are those up to the last that begins before their end.
+        for (int lane = threadIdx.x % WARP, seen = WARP; seen == WARP; part.tiles += seen) {
+            const int query = (part.tile + part.tiles + lane) * TILE;
+            seen = __popc(__ballot_sync(ALL_LANES, query < length && start[part.row + min(query, length - 1)] < part.first + KEYS));
+        }
+        return part;
+    }
+};
+
+// A warp: keys and values once, then tile after tile of queries with what belongs to them.
+template <int HEAD_DIM>
+void copy_tiles(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dout_map, const TensorMap& qkv_map, float* rows,
+                const float* delta, const float* lse, const int* start, int length, int heads, int kv_heads) {
+    constexpr int TILE = QUERIES<HEAD_DIM>;
+    const int lane = threadIdx.x % WARP;
+    if (lane == 0) {
+        load_rows<HEAD_DIM, KEYS>(at.keys, qkv_map, at.key_full[0], heads + part.shared, part.first, part.b);
+        load_rows<HEAD_DIM, KEYS>(at.values, qkv_map, at.key_full[1], heads + kv_heads + part.shared, part.first, part.b);
+    }
+    int step = 0;
+    for (int head = part.shared * part.heads; head < (part.shared + 1) * part.heads; head++)
+        for (int tile = part.tile; tile < part.tile + part.tiles; tile++, step++) {
+            const int stage = step % STAGES;
+            float row_lse[TILE / WARP], row_delta[TILE / WARP];
+            int row_start[TILE / WARP];
+#pragma unroll
+            for (int i = 0; i < TILE / WARP; i++) {
+                const int query = tile * TILE + i * WARP + lane, inside = min(query, length - 1);
+                const long long index = ((long long)part.b * heads + head) * length + inside;
+                row_lse[i] = query < length ? lse[index] * LOG2_E : -minus_infinity();  // p = 0 past the end
+                row_delta[i] = delta[index];
+                row_start[i] = start[part.row + inside];
+            }
+            wait(at.empty[stage], step / STAGES % 2 ^ 1);
+            float* own = rows + stage * 3 * TILE + lane;
+#pragma unroll
+            for (int i = 0; i < TILE / WARP; i++) {
+                own[i * WARP] = row_lse[i];
+                own[i * WARP + TILE] = row_delta[i];
+                own[i * WARP + 2 * TILE] = __int_as_float(row_start[i]);
+            }
+            if (lane == 0) {
+                load_rows<HEAD_DIM, TILE>(at.queries + stage * at.QUERY_BYTES, qkv_map, at.query_full[stage], head, tile * TILE,
+                                          part.b);
+                load_rows<HEAD_DIM, TILE>(at.douts + stage * at.QUERY_BYTES, dout_map, at.dout_full[stage], head, tile * TILE,
+                                          part.b);
+            } else {
+                arrive(at.query_full[stage]);
+            }
+        }
+}
+
+// A warp: passes on what warpgroup `group` has added up for dq, in turn. `mine`: its part in shared memory.
+template <int HEAD_DIM>
+void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const float* mine, bf16* dqkv, float* dq_sum, int* turns,
+             const int* start, int length, int heads, int kv_heads, float scale) {
+    constexpr int TILE = QUERIES<HEAD_DIM>;
+    const int lane = threadIdx.x % WARP, tiles = (length + TILE - 1) / TILE, width = (heads + 2 * kv_heads) * HEAD_DIM;
+    const int rows_from = HEAD_DIM == 64 ? group * 64 : 0, columns_from = HEAD_DIM == 64 ? 0 : group * 64;
+    int step = 0;
+    for (int head = part.shared * part.heads; head < (part.shared + 1) * part.heads; head++)
+        for (int tile = part.tile; tile < part.tile + part.tiles; tile++, step++) {
+            const long long index = (((long long)part.b * heads + head) * tiles + tile) * GROUPS + group;
+            float* sum = dq_sum + index * PART;
+            const int turn = (tile * TILE - part.first) / KEYS;  // from the diagonal
+            const bool last = start[part.row + tile * TILE] >= part.first;
+            wait(at.dq_full[group], step % 2);
+            if (lane == 0 && turn > 0)
+                while (load_acquire(turns + index) != turn) {}
+            __syncwarp();  // the others, too, come after the acquire
+            if (!last) {
+                if (lane == 0) {
+                    fence_async();  // the copy engine, too, comes after the acquire
+                    if (turn > 0)
+                        add_floats(sum, at.dq + group * at.DQ_BYTES, at.DQ_BYTES);
+                    else
+                        store_bytes(sum, at.dq + group * at.DQ_BYTES, at.DQ_BYTES);
+                    commit_stores();
+                    wait_stores_read();
+                    arrive(at.dq_empty[group]);
+                    wait_stores();
+                    fence_async();
+                    store_release(turns + index, turn + 1);
+                }
+                continue;
+            }
+            const int query = tile * TILE + rows_from + lane / 4;
+            bf16* target = dqkv + (part.row + query) * width + head * HEAD_DIM + columns_from + lane % 4 * 2;
+            for (int warp = 0; warp < WARPGROUP / WARP; warp++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {  // of the columns: as many loads at a time as registers allow
+                    float4 value[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const int place = ((half * 4 + j) * WARPGROUP + warp * WARP + lane) * 4;
+                        value[j] = turn > 0 ? __ldcg(reinterpret_cast<const float4*>(sum + place)) : float4{0, 0, 0, 0};
+                    }
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const int place = ((half * 4 + j) * WARPGROUP + warp * WARP + lane) * 4;
+                        const float4 own = *reinterpret_cast<const float4*>(mine + place);
+                        unsigned* pair = reinterpret_cast<unsigned*>(target + (long long)warp * 16 * width + (half * 4 + j) * 8);
+                        if (query + warp * 16 < length)
+                            *pair = pack((value[j].x + own.x) * scale, (value[j].y + own.y) * scale);
+                        if (query + warp * 16 + 8 < length)
+                            pair[4 * width] = pack((value[j].z + own.z) * scale, (value[j].w + own.w) * scale);
+                    }
+                }
+            __syncwarp();  // all have read the part
+            if (lane == 0) arrive(at.dq_empty[group]);
+        }
+}
+
+// Keys by queries: the scores of keys that a query does not see become -inf. `key`: the lane's first row.
+template <int TILE>
+void hide_unseen(float (&s)[TILE / 2], int key, int query_first, const float* start) {
+#pragma unroll
+    for (int i = 0; i < TILE / 2; i += 4)
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int column = i * 2 + threadIdx.x % 4 * 2 + odd;
+            const int lowest = __float_as_int(start[column]) - key, highest = query_first + column - key;
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                if ((8 * half < lowest) | (8 * half > highest)) s[i + 2 * half + odd] = minus_infinity();
+        }
+}
+
+// A warpgroup: the products, of its 64 keys.
+template <int HEAD_DIM>
+void multiply(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dqkv_map, unsigned char* memory, int heads,
+              int kv_heads, float scale) {
+    constexpr int TILE = QUERIES<HEAD_DIM>, PARTS = HEAD_DIM / 64, KEY_PART = KEYS * TILE_ROW_BYTES;
+    constexpr int QUERY_PART = TILE * TILE_ROW_BYTES, OWN = GROUP_ROWS * TILE_ROW_BYTES;
+    const int group = threadIdx.x / WARPGROUP, thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP;
+    const int own_first = part.first + group * GROUP_ROWS, key = own_first + thread / WARP * 16 + lane / 4;
+    const float scale2 = scale * LOG2_E, *rows = reinterpret_cast<float*>(memory + (at.rows - at.keys));
+    float4* own_dq = reinterpret_cast<float4*>(memory + (at.dq - at.keys) + group * at.DQ_BYTES) + thread;
+    const unsigned long long own_keys = tile_descriptor(at.keys + group * OWN), own_values = tile_descriptor(at.values + group * OWN);
+    // Its share of dq: queries or features.
+    const unsigned long long dq_keys = tile_descriptor(at.keys + (PARTS == 2) * group * KEY_PART);
+    const unsigned long long dq_left = tile_descriptor(at.ds + (PARTS == 1) * group * KEY_PART);
+    float s[TILE / 2] = {}, dp[TILE / 2] = {}, dq[32] = {}, dkey[PARTS][32] = {}, dvalue[PARTS][32] = {};
+    unsigned left[TILE / 16][4];
+    // Rows of the warpgroup's keys or values by those of a tile of queries.
+    const auto multiply_rows = [&](float (&product)[TILE / 2], unsigned long long own, unsigned tile) {
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / 16; k++)
+            multiply_tiles(product, advance(own, k / 4 * KEY_PART + k % 4 * 32),
+                           advance(tile_descriptor(tile), k / 4 * QUERY_PART + k % 4 * 32), k > 0);
+        commit_products();
+    };
+    // sum += left times a tile of queries.
+    const auto add_weighted = [&](float (&sum)[PARTS][32], unsigned tile) {
+#pragma unroll
+        for (int k = 0; k < TILE / 16; k++)
+#pragma unroll
+            for (int i = 0; i < PARTS; i++)
+                multiply_tile(sum[i], left[k], advance(tile_descriptor(tile), i * QUERY_PART + k * 16 * TILE_ROW_BYTES));
+        commit_products();
+    };
+
+    wait(at.key_full[0], 0);
+    wait(at.key_full[1], 0);
+    const int steps = part.heads * part.tiles;
+    for (int step = 0, tile = part.tile; step < steps; step++) {
+        const int stage = step % STAGES;
+        const unsigned queries = at.queries + stage * at.QUERY_BYTES, douts = at.douts + stage * at.QUERY_BYTES;
+        const float* row_lse = rows + stage * 3 * TILE + lane % 4 * 2;
+        wait(at.query_full[stage], step / STAGES % 2);
+        fence_products();
+        multiply_rows(s, own_keys, queries);
+        wait(at.dout_full[stage], step / STAGES % 2);
+        multiply_rows(dp, own_values, douts);
+        wait_products<1>();
+        hold(s);
+        const float* start = rows + (stage * 3 + 2) * TILE;
+        if (tile * TILE < own_first + GROUP_ROWS - 1 || __float_as_int(start[TILE - 1]) > own_first)
+            hide_unseen<TILE>(s, key, tile * TILE, start);
+#pragma unroll
+        for (int i = 0; i < TILE / 2; i += 4) {
+            const float2 lse = *reinterpret_cast<const float2*>(row_lse + i * 2);
+#pragma unroll
+            for (int e = i; e < i + 4; e++) s[e] = exp2_approx(s[e] * scale2 - (e % 2 ? lse.y : lse.x));
+        }
+#pragma unroll
+        for (int k = 0; k < TILE / 16; k++) round_fragment(left[k], s, k);
+        fence_products();
+        add_weighted(dvalue, douts);
+        wait_products<1>();
+        hold(dp);
+#pragma unroll
+        for (int i = 0; i < TILE / 2; i += 4) {
+            const float2 delta = *reinterpret_cast<const float2*>(row_lse + TILE + i * 2);
+#pragma unroll
+            for (int e = i; e < i + 4; e += 2) {
+                const unsigned p = left[e / 8][e / 2 % 4];  // rounded: there is no room for both
+                dp[e] = __uint_as_float(p << 16) * (dp[e] - delta.x);
+                dp[e + 1] = __uint_as_float(p & 0xffff0000) * (dp[e + 1] - delta.y);
+            }
+        }
+        // The other warpgroup has multiplied the ds of two steps ago: it has been past the last step's sync_threads.
+        const int ds = step % 2 * at.DS_BYTES;
+        wait_products<0>();
+#pragma unroll
+        for (int k = 0; k < TILE / 16; k++) {
+            round_fragment(left[k], dp, k);
+            store_fragment(at.ds + ds + k / 4 * KEY_PART + group * OWN, k % 4, left[k]);
+        }
+        fence_async();
+        fence_products();
+        add_weighted(dkey, queries);
+        sync_threads(1, ALL_GROUPS);  // all of ds is there
+        fence_products();
+#pragma unroll
+        for (int k = 0; k < KEYS / 16; k++)
+            multiply_tiles<true, true>(dq, advance(dq_left, ds + k * 16 * TILE_ROW_BYTES),
+                                       advance(dq_keys, k * 16 * TILE_ROW_BYTES), k > 0);
+        commit_products();
+        wait_products<1>();
+        if (lane == 0) arrive(at.empty[stage]);
+        wait(at.dq_empty[group], step % 2 ^ 1);
+        wait_products<0>();
+        hold(dq);
+#pragma unroll
+        for (int i = 0; i < 8; i++) own_dq[i * WARPGROUP] = float4{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+        fence_async();
+        __syncwarp();  // the warp's share is written
+        if (lane == 0) arrive(at.dq_full[group]);
+        if (++tile == part.tile + part.tiles) tile = part.tile;
+    }
+    wait_products<0>();
+    sync_threads(1, ALL_GROUPS);  // nobody reads keys any more: their places take the results
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+        hold(dkey[i]);
+        hold(dvalue[i]);
+#pragma unroll
+        for (int e = 0; e < 32; e++) dkey[i][e] *= scale;
+        store_sum(at.keys + (group * PARTS + i) * OWN, dkey[i]);
+        store_sum(at.values + (group * PARTS + i) * OWN, dvalue[i]);
+    }
+    fence_async();
+    sync_threads(2 + group, WARPGROUP);  // the results, written above by all, are copied by one
+    if (thread == 0) {
+        store_rows<HEAD_DIM>(dqkv_map, at.keys + group * PARTS * OWN, heads + part.shared, own_first, part.b);
+        store_rows<HEAD_DIM>(dqkv_map, at.values + group * PARTS * OWN, heads + kv_heads + part.shared, own_first, part.b);
+        wait_stores();  // they read this block's memory
+    }
+}
+
+// Grid (key tiles, KV, B).
+template <int HEAD_DIM>
+__global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
+    attention_backward(const __grid_constant__ TensorMap dqkv_map, const __grid_constant__ TensorMap dout_map,
+                       const __grid_constant__ TensorMap qkv_map, bf16* dqkv, float* dq_sum, int* turns, const float* delta,
+                       const float* lse, const int* start, int length, int heads, int kv_heads, float scale) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const Layout<HEAD_DIM> at(memory);
+    if (threadIdx.x == 0) at.init();
+    const Part part = Part::of_block<QUERIES<HEAD_DIM>>(start, length, heads / kv_heads);
+    __syncthreads();  // the barriers are ready
+    if (threadIdx.x < ALL_GROUPS) {
+        take_registers<224>();
+        multiply(at, part, dqkv_map, memory, heads, kv_heads, scale);
+        return;
+    }
+    give_registers<64>();
+    const int warp = (threadIdx.x - ALL_GROUPS) / WARP;
+    if (warp == 0) {
+        float* rows = reinterpret_cast<float*>(memory + (at.rows - at.keys));
+        copy_tiles(at, part, dout_map, qkv_map, rows, delta, lse, start, length, heads, kv_heads);
+    } else if (warp <= GROUPS) {
+        const int group = warp - 1;
+        const float* mine = reinterpret_cast<float*>(memory + (at.dq - at.keys) + group * at.DQ_BYTES);
+        pass_dq(at, part, group, mine, dqkv, dq_sum, turns, start, length, heads, kv_heads, scale);
+    }
+}
