@@ -28,9 +28,6 @@
 
 constexpr int QUERIES = GROUPS * GROUP_ROWS;
 
-template <int HEAD_DIM>
-constexpr int STAGES = HEAD_DIM == 64 ? 4 : 2;
-
 // Item `item` of all: its tile of queries, its head and its sequence.
 struct Item {
     int first, head, b;
@@ -95,25 +92,24 @@ void add_weighted(float (&sum)[HEAD_DIM / 64][32], const unsigned (&p)[KEYS / 16
 
 // Grid: a block a multiprocessor. `section`: heads, of all sequences', taken together. Shared memory: the queries, their results,
 // STAGES of keys, of values, and the barriers.
-template <int HEAD_DIM>
+template <int HEAD_DIM, int STAGES>
 __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     attention_forward(const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap qkv_map, float* lse,
                       const int* start, int batch, int length, int heads, int kv_heads, int section, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     constexpr int PARTS = HEAD_DIM / 64, OWN_BYTES = GROUP_ROWS * HEAD_DIM * 2, TILE_BYTES = KEYS * HEAD_DIM * 2;
-    constexpr int COUNT = STAGES<HEAD_DIM>;
     const unsigned queries = shared_address(memory), outs = queries + GROUPS * OWN_BYTES, keys = outs + GROUPS * OWN_BYTES;
-    const unsigned values = keys + COUNT * TILE_BYTES;
-    const Barriers query_full(values + COUNT * TILE_BYTES), query_empty(query_full.end(GROUPS));
-    const Barriers key_full(query_empty.end(GROUPS)), key_empty(key_full.end(COUNT));
-    const Barriers value_full(key_empty.end(COUNT)), value_empty(value_full.end(COUNT));
+    const unsigned values = keys + STAGES * TILE_BYTES;
+    const Barriers query_full(values + STAGES * TILE_BYTES), query_empty(query_full.end(GROUPS));
+    const Barriers key_full(query_empty.end(GROUPS)), key_empty(key_full.end(STAGES));
+    const Barriers value_full(key_empty.end(STAGES)), value_empty(value_full.end(STAGES));
     if (threadIdx.x == 0) {
         query_full.init(GROUPS, 1);
         query_empty.init(GROUPS, WARPGROUP / WARP);
-        key_full.init(COUNT, 1);
-        key_empty.init(COUNT, GROUPS * WARPGROUP / WARP);
-        value_full.init(COUNT, 1);
-        value_empty.init(COUNT, GROUPS * WARPGROUP / WARP);
+        key_full.init(STAGES, 1);
+        key_empty.init(STAGES, GROUPS * WARPGROUP / WARP);
+        value_full.init(STAGES, 1);
+        value_empty.init(STAGES, GROUPS * WARPGROUP / WARP);
         fence_barrier_init();
     }
     __syncthreads();  // the barriers are ready
@@ -137,7 +133,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
                                                 item.first + g * GROUP_ROWS, item.b);
             }
             for (int tile = item.first / KEYS; tile >= lowest; tile--, step++) {
-                const int stage = step % COUNT, parity = step / COUNT % 2;
+                const int stage = step % STAGES, parity = step / STAGES % 2;
                 wait(key_empty[stage], parity ^ 1);
                 load_rows<HEAD_DIM, KEYS>(keys + stage * TILE_BYTES, qkv_map, key_full[stage], key_head, tile * KEYS, item.b);
                 wait(value_empty[stage], parity ^ 1);
@@ -175,16 +171,16 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         unsigned p[KEYS / 16][4];
 
         wait(query_full[group], round % 2);
-        wait(key_full[step % COUNT], step / COUNT % 2);
+        wait(key_full[step % STAGES], step / STAGES % 2);
         sync_threads(my_turn, GROUPS * WARPGROUP);  // the other group has issued its products
         fence_products();
-        multiply_keys(step % COUNT);
+        multiply_keys(step % STAGES);
         arrive_threads(other_turn, GROUPS * WARPGROUP);
         wait_products<0>();
         hold(s);
         int tile = item.first / KEYS;
         const auto weigh = [&] {
-            if (lane == 0) arrive(key_empty[step % COUNT]);
+            if (lane == 0) arrive(key_empty[step % STAGES]);
             if (tile * KEYS + KEYS - 1 > own_first || tile * KEYS < latest_begin) hide_unseen(s, query, tile * KEYS, begin);
             exponentials(s, largest, total, kept, scale2);
         };
@@ -192,12 +188,12 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
         for (tile--; tile >= lowest; tile--) {
-            const int stage = step % COUNT, parity = step / COUNT % 2;
+            const int stage = step % STAGES, parity = step / STAGES % 2;
             step++;
-            wait(key_full[step % COUNT], step / COUNT % 2);
+            wait(key_full[step % STAGES], step / STAGES % 2);
             sync_threads(my_turn, GROUPS * WARPGROUP);  // as above
             fence_products();
-            multiply_keys(step % COUNT);
+            multiply_keys(step % STAGES);
             wait(value_full[stage], parity);
             add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + stage * TILE_BYTES));
             arrive_threads(other_turn, GROUPS * WARPGROUP);
@@ -216,15 +212,15 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
             for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
         }
         if (lane == 0) arrive(query_empty[group]);
-        wait(value_full[step % COUNT], step / COUNT % 2);
+        wait(value_full[step % STAGES], step / STAGES % 2);
         fence_products();
-        add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + step % COUNT * TILE_BYTES));
+        add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + step % STAGES * TILE_BYTES));
         if (threadIdx.x % WARPGROUP == 0) wait_stores_read();
         sync_threads(together, WARPGROUP);  // the last item's results have left own_out
         wait_products<0>();
 #pragma unroll
         for (int part = 0; part < PARTS; part++) hold(sum[part]);
-        if (lane == 0) arrive(value_empty[step % COUNT]);
+        if (lane == 0) arrive(value_empty[step % STAGES]);
         step++;
 #pragma unroll
         for (int half = 0; half < 2; half++) {

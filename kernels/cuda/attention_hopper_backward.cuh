@@ -1,0 +1,167 @@
+// The gradient's third warpgroup, and what it shares with the others: the places in shared memory and which part of the work the
+// block does. attention_hopper_backward.cu says what all this is for.
+#pragma once
+
+#include "attention_hopper.cuh"
+
+// Fewer where rows are long: s, dout . v, dk and dv are all in registers.
+template <int HEAD_DIM>
+constexpr int QUERIES = HEAD_DIM == 64 ? 128 : 64;
+
+constexpr int STAGES = 2;
+constexpr int PART = 64 * 64;  // floats of dq that a warpgroup adds at a time
+constexpr int ALL_GROUPS = GROUPS * WARPGROUP;
+
+// Addresses in shared memory.
+template <int HEAD_DIM>
+struct Layout {
+    static constexpr int KEY_BYTES = KEYS * HEAD_DIM * 2, QUERY_BYTES = QUERIES<HEAD_DIM> * HEAD_DIM * 2;
+    static constexpr int DS_BYTES = KEYS * QUERIES<HEAD_DIM> * 2, DQ_BYTES = PART * 4, ROW_BYTES = QUERIES<HEAD_DIM> * 4;
+    unsigned keys, values, queries, douts, ds, dq, rows;
+    Barriers key_full, query_full, dout_full, empty, dq_full, dq_empty;
+
+    explicit Layout(const void* memory)
+        : keys(shared_address(memory)), values(keys + KEY_BYTES), queries(values + KEY_BYTES),
+          douts(queries + STAGES * QUERY_BYTES), ds(douts + STAGES * QUERY_BYTES), dq(ds + 2 * DS_BYTES),
+          rows(dq + GROUPS * DQ_BYTES), key_full(rows + STAGES * 3 * ROW_BYTES), query_full(key_full.end(2)),
+          dout_full(query_full.end(STAGES)), empty(dout_full.end(STAGES)), dq_full(empty.end(STAGES)),
+          dq_empty(dq_full.end(GROUPS)) {}
+
+    void init() const {
+        key_full.init(2, 1);  // keys, values
+        query_full.init(STAGES, WARP);
+        dout_full.init(STAGES, 1);
+        empty.init(STAGES, ALL_GROUPS / WARP);
+        dq_full.init(GROUPS, WARPGROUP / WARP);
+        dq_empty.init(GROUPS, 1);
+        fence_barrier_init();
+    }
+};
+
+// Which part of the work the block does; all warps find it alike.
+struct Part {
+    int first, shared, b, tile, tiles, heads;  // first key, its head, its sequence; first tile of queries, tiles, query heads
+    long long row;                             // of the sequence
+
+    template <int TILE>
+    static Part of_block(const int* start, int length, int group_heads) {
+        Part part;
+        part.first = (gridDim.x - 1 - blockIdx.x) * KEYS;
+        part.shared = blockIdx.y;
+        part.b = blockIdx.z;
+        part.heads = group_heads;
+        part.row = (long long)part.b * length;
+        part.tile = part.first / TILE;
+        part.tiles = 0;
+        // start never falls, so the tiles that see one of these keys are those up to the last that begins before their end.
+        for (int lane = threadIdx.x % WARP, seen = WARP; seen == WARP; part.tiles += seen) {
+            const int query = (part.tile + part.tiles + lane) * TILE;
+            seen = __popc(__ballot_sync(ALL_LANES, query < length && start[part.row + min(query, length - 1)] < part.first + KEYS));
+        }
+        return part;
+    }
+};
+
+// A warp: keys and values once, then tile after tile of queries with what belongs to them.
+template <int HEAD_DIM>
+void copy_tiles(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dout_map, const TensorMap& qkv_map, float* rows,
+                const float* delta, const float* lse, const int* start, int length, int heads, int kv_heads) {
+    constexpr int TILE = QUERIES<HEAD_DIM>;
+    const int lane = threadIdx.x % WARP;
+    if (lane == 0) {
+        load_rows<HEAD_DIM, KEYS>(at.keys, qkv_map, at.key_full[0], heads + part.shared, part.first, part.b);
+        load_rows<HEAD_DIM, KEYS>(at.values, qkv_map, at.key_full[1], heads + kv_heads + part.shared, part.first, part.b);
+    }
+    int step = 0;
+    for (int head = part.shared * part.heads; head < (part.shared + 1) * part.heads; head++)
+        for (int tile = part.tile; tile < part.tile + part.tiles; tile++, step++) {
+            const int stage = step % STAGES;
+            float row_lse[TILE / WARP], row_delta[TILE / WARP];
+            int row_start[TILE / WARP];
+#pragma unroll
+            for (int i = 0; i < TILE / WARP; i++) {
+                const int query = tile * TILE + i * WARP + lane, inside = min(query, length - 1);
+                const long long index = ((long long)part.b * heads + head) * length + inside;
+                row_lse[i] = query < length ? lse[index] * LOG2_E : -minus_infinity();  // p = 0 past the end
+                row_delta[i] = delta[index];
+                row_start[i] = start[part.row + inside];
+            }
+            wait(at.empty[stage], step / STAGES % 2 ^ 1);
+            float* own = rows + stage * 3 * TILE + lane;
+#pragma unroll
+            for (int i = 0; i < TILE / WARP; i++) {
+                own[i * WARP] = row_lse[i];
+                own[i * WARP + TILE] = row_delta[i];
+                own[i * WARP + 2 * TILE] = __int_as_float(row_start[i]);
+            }
+            if (lane == 0) {
+                load_rows<HEAD_DIM, TILE>(at.queries + stage * at.QUERY_BYTES, qkv_map, at.query_full[stage], head, tile * TILE,
+                                          part.b);
+                load_rows<HEAD_DIM, TILE>(at.douts + stage * at.QUERY_BYTES, dout_map, at.dout_full[stage], head, tile * TILE,
+                                          part.b);
+            } else {
+                arrive(at.query_full[stage]);
+            }
+        }
+}
+
+// A warp: passes on what warpgroup `group` has added up for dq, in turn. `mine`: its part in shared memory.
+template <int HEAD_DIM>
+void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const float* mine, bf16* dqkv, float* dq_sum, int* turns,
+             const int* start, int length, int heads, int kv_heads, float scale) {
+    constexpr int TILE = QUERIES<HEAD_DIM>;
+    const int lane = threadIdx.x % WARP, tiles = (length + TILE - 1) / TILE, width = (heads + 2 * kv_heads) * HEAD_DIM;
+    const int rows_from = HEAD_DIM == 64 ? group * 64 : 0, columns_from = HEAD_DIM == 64 ? 0 : group * 64;
+    int step = 0;
+    for (int head = part.shared * part.heads; head < (part.shared + 1) * part.heads; head++)
+        for (int tile = part.tile; tile < part.tile + part.tiles; tile++, step++) {
+            const long long index = (((long long)part.b * heads + head) * tiles + tile) * GROUPS + group;
+            float* sum = dq_sum + index * PART;
+            const int turn = (tile * TILE - part.first) / KEYS;  // from the diagonal
+            const bool last = start[part.row + tile * TILE] >= part.first;
+            wait(at.dq_full[group], step % 2);
+            if (lane == 0 && turn > 0)
+                while (load_acquire(turns + index) != turn) {}
+            __syncwarp();  // the others, too, come after the acquire
+            if (!last) {
+                if (lane == 0) {
+                    fence_async();  // the copy engine, too, comes after the acquire
+                    if (turn > 0)
+                        add_floats(sum, at.dq + group * at.DQ_BYTES, at.DQ_BYTES);
+                    else
+                        store_bytes(sum, at.dq + group * at.DQ_BYTES, at.DQ_BYTES);
+                    commit_stores();
+                    wait_stores_read();
+                    arrive(at.dq_empty[group]);
+                    wait_stores();
+                    fence_async();
+                    store_release(turns + index, turn + 1);
+                }
+                continue;
+            }
+            const int query = tile * TILE + rows_from + lane / 4;
+            bf16* target = dqkv + (part.row + query) * width + head * HEAD_DIM + columns_from + lane % 4 * 2;
+            for (int warp = 0; warp < WARPGROUP / WARP; warp++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {  // of the columns: as many loads at a time as registers allow
+                    float4 value[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const int place = ((half * 4 + j) * WARPGROUP + warp * WARP + lane) * 4;
+                        value[j] = turn > 0 ? __ldcg(reinterpret_cast<const float4*>(sum + place)) : float4{0, 0, 0, 0};
+                    }
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const int place = ((half * 4 + j) * WARPGROUP + warp * WARP + lane) * 4;
+                        const float4 own = *reinterpret_cast<const float4*>(mine + place);
+                        unsigned* pair = reinterpret_cast<unsigned*>(target + (long long)warp * 16 * width + (half * 4 + j) * 8);
+                        if (query + warp * 16 < length)
+                            *pair = pack((value[j].x + own.x) * scale, (value[j].y + own.y) * scale);
+                        if (query + warp * 16 + 8 < length)
+                            pair[4 * width] = pack((value[j].z + own.z) * scale, (value[j].w + own.w) * scale);
+                    }
+                }
+            __syncwarp();  // all have read the part
+            if (lane == 0) arrive(at.dq_empty[group]);
+        }
+}
