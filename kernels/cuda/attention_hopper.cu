@@ -227,7 +227,8 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
             total[half] += __shfl_xor_sync(ALL_LANES, total[half], 1);  // the row's 4 lanes, as in exponentials
             total[half] += __shfl_xor_sync(ALL_LANES, total[half], 2);
             if (lane % 4 == 0 && query + 8 * half < length)
-                lse[((long long)item.b * heads + item.head) * length + query + 8 * half] = largest[half] * scale + logf(total[half]);
+                lse[((long long)item.b * heads + item.head) * length + query + 8 * half] =
+                    largest[half] * scale + logf(total[half]);
             total[half] = 1.0f / total[half];
         }
 #pragma unroll

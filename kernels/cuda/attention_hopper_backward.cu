@@ -1,4 +1,5 @@
-// Gradient of attention_hopper.cu, the probabilities computed again from lse: one kernel, five products. bf16, head dims 64 and 128.
+// Gradient of attention_hopper.cu, the probabilities computed again from lse: one kernel, five products. bf16, head dims 64 and
+// 128.
 //
 // The mathematics and the layout of the arrays are attention_scalar.cu's, delta comes from its attention_delta:
 //
@@ -52,7 +53,8 @@ void multiply(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dqk
     const int own_first = part.first + group * GROUP_ROWS, key = own_first + thread / WARP * 16 + lane / 4;
     const float scale2 = scale * LOG2_E, *rows = reinterpret_cast<float*>(memory + (at.rows - at.keys));
     float4* own_dq = reinterpret_cast<float4*>(memory + (at.dq - at.keys) + group * at.DQ_BYTES) + thread;
-    const unsigned long long own_keys = tile_descriptor(at.keys + group * OWN), own_values = tile_descriptor(at.values + group * OWN);
+    const unsigned long long own_keys = tile_descriptor(at.keys + group * OWN);
+    const unsigned long long own_values = tile_descriptor(at.values + group * OWN);
     // Its share of dq: queries or features.
     const unsigned long long dq_keys = tile_descriptor(at.keys + (PARTS == 2) * group * KEY_PART);
     const unsigned long long dq_left = tile_descriptor(at.ds + (PARTS == 1) * group * KEY_PART);
@@ -78,7 +80,7 @@ void multiply(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dqk
 
     wait(at.key_full[0], 0);
     wait(at.key_full[1], 0);
-    const int steps = part.heads * part.tiles;
+    const int steps = (part.heads_end - part.head) * part.tiles;
     for (int step = 0, tile = part.tile; step < steps; step++) {
         const int stage = step % STAGES;
         const unsigned queries = at.queries + stage * at.QUERY_BYTES, douts = at.douts + stage * at.QUERY_BYTES;
@@ -173,19 +175,23 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
                        const float* lse, const int* start, int length, int heads, int kv_heads, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Layout<HEAD_DIM> at(memory);
-    if (threadIdx.x == 0) at.init();
-    const Part part = Part::of_block<QUERIES<HEAD_DIM>>(start, length, heads / kv_heads);
+    Part part(length, heads / kv_heads);
+    if (threadIdx.x == ALL_GROUPS) {
+        at.init();
+        copy_keys(at, part, qkv_map, heads, kv_heads);
+    }
+    part.find_tiles<QUERIES<HEAD_DIM>>(start, length);
     __syncthreads();  // the barriers are ready
     if (threadIdx.x < ALL_GROUPS) {
         take_registers<224>();
         multiply(at, part, dqkv_map, memory, heads, kv_heads, scale);
         return;
     }
-    give_registers<64>();
+    give_registers<56>();
     const int warp = (threadIdx.x - ALL_GROUPS) / WARP;
     if (warp == 0) {
         float* rows = reinterpret_cast<float*>(memory + (at.rows - at.keys));
-        copy_tiles(at, part, dout_map, qkv_map, rows, delta, lse, start, length, heads, kv_heads);
+        copy_queries(at, part, dout_map, qkv_map, rows, delta, lse, start, length, heads);
     } else if (warp <= GROUPS) {
         const int group = warp - 1;
         const float* mine = reinterpret_cast<float*>(memory + (at.dq - at.keys) + group * at.DQ_BYTES);

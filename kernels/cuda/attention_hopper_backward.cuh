@@ -40,40 +40,48 @@ struct Layout {
 
 // Which part of the work the block does; all warps find it alike.
 struct Part {
-    int first, shared, b, tile, tiles, heads;  // first key, its head, its sequence; first tile of queries, tiles, query heads
-    long long row;                             // of the sequence
+    int first, shared, b;  // first key, its head, its sequence
+    int tile, tiles;       // of the queries that see one of these keys
+    int head, heads_end;   // query heads that share the keys
+    long long row;         // of the sequence
 
+    Part(int length, int group_heads) {
+        first = (gridDim.x - 1 - blockIdx.x) * KEYS;
+        shared = blockIdx.y;
+        b = blockIdx.z;
+        head = shared * group_heads;
+        heads_end = head + group_heads;
+        row = (long long)b * length;
+    }
+
+    // start never falls, so the tiles that see one of these keys are those up to the last that begins before their end.
     template <int TILE>
-    static Part of_block(const int* start, int length, int group_heads) {
-        Part part;
-        part.first = (gridDim.x - 1 - blockIdx.x) * KEYS;
-        part.shared = blockIdx.y;
-        part.b = blockIdx.z;
-        part.heads = group_heads;
-        part.row = (long long)part.b * length;
-        part.tile = part.first / TILE;
-        part.tiles = 0;
-        // start never falls, so the tiles that see one of these keys are those up to the last that begins before their end.
-        for (int lane = threadIdx.x % WARP, seen = WARP; seen == WARP; part.tiles += seen) {
-            const int query = (part.tile + part.tiles + lane) * TILE;
-            seen = __popc(__ballot_sync(ALL_LANES, query < length && start[part.row + min(query, length - 1)] < part.first + KEYS));
+    void find_tiles(const int* start, int length) {
+        tile = first / TILE;
+        tiles = 0;
+        for (int lane = threadIdx.x % WARP, seen = WARP; seen == WARP; tiles += seen) {
+            const int query = (tile + tiles + lane) * TILE;
+            const bool sees = query < length && start[row + min(query, length - 1)] < first + KEYS;
+            seen = __popc(__ballot_sync(ALL_LANES, sees));
         }
-        return part;
     }
 };
 
-// A warp: keys and values once, then tile after tile of queries with what belongs to them.
+// One thread: keys and values.
 template <int HEAD_DIM>
-void copy_tiles(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dout_map, const TensorMap& qkv_map, float* rows,
-                const float* delta, const float* lse, const int* start, int length, int heads, int kv_heads) {
+void copy_keys(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& qkv_map, int heads, int kv_heads) {
+    load_rows<HEAD_DIM, KEYS>(at.keys, qkv_map, at.key_full[0], heads + part.shared, part.first, part.b);
+    load_rows<HEAD_DIM, KEYS>(at.values, qkv_map, at.key_full[1], heads + kv_heads + part.shared, part.first, part.b);
+}
+
+// A warp: tile after tile of queries with what belongs to them.
+template <int HEAD_DIM>
+void copy_queries(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dout_map, const TensorMap& qkv_map, float* rows,
+                  const float* delta, const float* lse, const int* start, int length, int heads) {
     constexpr int TILE = QUERIES<HEAD_DIM>;
     const int lane = threadIdx.x % WARP;
-    if (lane == 0) {
-        load_rows<HEAD_DIM, KEYS>(at.keys, qkv_map, at.key_full[0], heads + part.shared, part.first, part.b);
-        load_rows<HEAD_DIM, KEYS>(at.values, qkv_map, at.key_full[1], heads + kv_heads + part.shared, part.first, part.b);
-    }
     int step = 0;
-    for (int head = part.shared * part.heads; head < (part.shared + 1) * part.heads; head++)
+    for (int head = part.head; head < part.heads_end; head++)
         for (int tile = part.tile; tile < part.tile + part.tiles; tile++, step++) {
             const int stage = step % STAGES;
             float row_lse[TILE / WARP], row_delta[TILE / WARP];
@@ -95,10 +103,9 @@ void copy_tiles(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& d
                 own[i * WARP + 2 * TILE] = __int_as_float(row_start[i]);
             }
             if (lane == 0) {
-                load_rows<HEAD_DIM, TILE>(at.queries + stage * at.QUERY_BYTES, qkv_map, at.query_full[stage], head, tile * TILE,
-                                          part.b);
-                load_rows<HEAD_DIM, TILE>(at.douts + stage * at.QUERY_BYTES, dout_map, at.dout_full[stage], head, tile * TILE,
-                                          part.b);
+                const int row = tile * TILE, place = stage * at.QUERY_BYTES;
+                load_rows<HEAD_DIM, TILE>(at.queries + place, qkv_map, at.query_full[stage], head, row, part.b);
+                load_rows<HEAD_DIM, TILE>(at.douts + place, dout_map, at.dout_full[stage], head, row, part.b);
             } else {
                 arrive(at.query_full[stage]);
             }
@@ -113,7 +120,7 @@ void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const floa
     const int lane = threadIdx.x % WARP, tiles = (length + TILE - 1) / TILE, width = (heads + 2 * kv_heads) * HEAD_DIM;
     const int rows_from = HEAD_DIM == 64 ? group * 64 : 0, columns_from = HEAD_DIM == 64 ? 0 : group * 64;
     int step = 0;
-    for (int head = part.shared * part.heads; head < (part.shared + 1) * part.heads; head++)
+    for (int head = part.head; head < part.heads_end; head++)
         for (int tile = part.tile; tile < part.tile + part.tiles; tile++, step++) {
             const long long index = (((long long)part.b * heads + head) * tiles + tile) * GROUPS + group;
             float* sum = dq_sum + index * PART;
@@ -125,7 +132,7 @@ void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const floa
             __syncwarp();  // the others, too, come after the acquire
             if (!last) {
                 if (lane == 0) {
-                    fence_async();  // the copy engine, too, comes after the acquire
+                    fence_async_global();  // the copy engine, too, comes after the acquire
                     if (turn > 0)
                         add_floats(sum, at.dq + group * at.DQ_BYTES, at.DQ_BYTES);
                     else
@@ -134,33 +141,29 @@ void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const floa
                     wait_stores_read();
                     arrive(at.dq_empty[group]);
                     wait_stores();
-                    fence_async();
+                    fence_async_global();
                     store_release(turns + index, turn + 1);
                 }
                 continue;
             }
             const int query = tile * TILE + rows_from + lane / 4;
             bf16* target = dqkv + (part.row + query) * width + head * HEAD_DIM + columns_from + lane % 4 * 2;
-            for (int warp = 0; warp < WARPGROUP / WARP; warp++)
+#pragma unroll 1
+            for (int i = 0; i < 2 * WARPGROUP / WARP; i++) {  // of a warp's fragments half: as many loads as registers allow
+                const int rows = i / 2 * 16, columns = i % 2 * 32, place = (i % 2 * 4 * WARPGROUP + i / 2 * WARP + lane) * 4;
+                float4 value[4];
 #pragma unroll
-                for (int half = 0; half < 2; half++) {  // of the columns: as many loads at a time as registers allow
-                    float4 value[4];
+                for (int j = 0; j < 4; j++)
+                    value[j] = turn > 0 ? __ldcg(reinterpret_cast<const float4*>(sum + place + j * WARPGROUP * 4)) : float4{};
 #pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        const int place = ((half * 4 + j) * WARPGROUP + warp * WARP + lane) * 4;
-                        value[j] = turn > 0 ? __ldcg(reinterpret_cast<const float4*>(sum + place)) : float4{0, 0, 0, 0};
-                    }
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        const int place = ((half * 4 + j) * WARPGROUP + warp * WARP + lane) * 4;
-                        const float4 own = *reinterpret_cast<const float4*>(mine + place);
-                        unsigned* pair = reinterpret_cast<unsigned*>(target + (long long)warp * 16 * width + (half * 4 + j) * 8);
-                        if (query + warp * 16 < length)
-                            *pair = pack((value[j].x + own.x) * scale, (value[j].y + own.y) * scale);
-                        if (query + warp * 16 + 8 < length)
-                            pair[4 * width] = pack((value[j].z + own.z) * scale, (value[j].w + own.w) * scale);
-                    }
+                for (int j = 0; j < 4; j++) {
+                    const float4 own = *reinterpret_cast<const float4*>(mine + place + j * WARPGROUP * 4);
+                    unsigned* pair = reinterpret_cast<unsigned*>(target + (long long)rows * width + columns + j * 8);
+                    if (query + rows < length) *pair = pack((value[j].x + own.x) * scale, (value[j].y + own.y) * scale);
+                    if (query + rows + 8 < length)
+                        pair[4 * width] = pack((value[j].z + own.z) * scale, (value[j].w + own.w) * scale);
                 }
+            }
             __syncwarp();  // all have read the part
             if (lane == 0) arrive(at.dq_empty[group]);
         }

@@ -64,8 +64,10 @@ inline void arrive_threads(int id, int threads) { asm volatile("bar.arrive %0, %
 
 // ---- the copy engine. One thread calls; rows past an array's end are read as zeros and not written.
 
-// What this thread wrote, or has seen written, is there for the copy engine and for wgmma, which read memory by another way.
-inline void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// What this thread wrote to shared memory is there for the copy engine and for wgmma, which read it by another way; and what it
+// wrote, or has seen written, in the GPU's memory.
+inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Start to copy a box of map (d, head, row, batch) to a tile; its bytes count at the barrier.
 inline void load_box(unsigned tile, const TensorMap& map, unsigned barrier, int d, int head, int row, int batch) {
