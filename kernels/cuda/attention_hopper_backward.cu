@@ -18,8 +18,10 @@
 //       Blocks of one head are numbered from the last keys to the first, so each waits for a block that has started before it;
 //       and all start at their diagonals, so that one is a tile ahead of the next and nobody waits for long.
 // Skipped: tiles that no key of the block takes part in; only tiles on a border are masked element by element.
-// Precision: products of bf16 with fp32 sums; exp, lse and delta fp32; p and ds are rounded to bf16 as factors, dq, dk and dv as
-//       they are stored. exp is 2^x with log2(e) folded into the scale.
+// Registers: what is in flight at a time is chosen so that none spills. A sum in flight over the loop's end, or a branch between
+//       two groups of products, makes the compiler wait after each product ("serialized" in its log, which a test looks for).
+// Precision: products of bf16 with fp32 sums; exp, lse and delta fp32; p and ds are rounded to bf16 as factors, of ds p, too, and
+//       dq, dk and dv as they are stored. exp is 2^x with log2(e) folded into the scale.
 // Determinism: every sum has a fixed order, dq's by the turns.
 // Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), section 3 and its supplement's algorithm 3; Dao 2023,
 //       arXiv:2307.08691, algorithm 2.
@@ -50,9 +52,8 @@ void multiply(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dqk
     constexpr int TILE = QUERIES<HEAD_DIM>, PARTS = HEAD_DIM / 64, KEY_PART = KEYS * TILE_ROW_BYTES;
     constexpr int QUERY_PART = TILE * TILE_ROW_BYTES, OWN = GROUP_ROWS * TILE_ROW_BYTES;
     const int group = threadIdx.x / WARPGROUP, thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP;
-    const int own_first = part.first + group * GROUP_ROWS, key = own_first + thread / WARP * 16 + lane / 4;
+    const int own_first = part.first + group * GROUP_ROWS;
     const float scale2 = scale * LOG2_E, *rows = reinterpret_cast<float*>(memory + (at.rows - at.keys));
-    float4* own_dq = reinterpret_cast<float4*>(memory + (at.dq - at.keys) + group * at.DQ_BYTES) + thread;
     const unsigned long long own_keys = tile_descriptor(at.keys + group * OWN);
     const unsigned long long own_values = tile_descriptor(at.values + group * OWN);
     // Its share of dq: queries or features.
@@ -80,29 +81,32 @@ void multiply(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dqk
 
     wait(at.key_full[0], 0);
     wait(at.key_full[1], 0);
+    wait(at.query_full[0], 0);
+    fence_products();
+    multiply_rows(s, own_keys, at.queries);
+    wait_products<0>();
+    hold(s);
     const int steps = (part.heads_end - part.head) * part.tiles;
-    for (int step = 0, tile = part.tile; step < steps; step++) {
-        const int stage = step % STAGES;
+    for (int step = 0; step < steps; step++) {
+        const int tile = part.tile + step % part.tiles, stage = step % STAGES;
         const unsigned queries = at.queries + stage * at.QUERY_BYTES, douts = at.douts + stage * at.QUERY_BYTES;
         const float* row_lse = rows + stage * 3 * TILE + lane % 4 * 2;
-        wait(at.query_full[stage], step / STAGES % 2);
-        fence_products();
-        multiply_rows(s, own_keys, queries);
         wait(at.dout_full[stage], step / STAGES % 2);
+        fence_products();
         multiply_rows(dp, own_values, douts);
-        wait_products<1>();
-        hold(s);
         const float* start = rows + (stage * 3 + 2) * TILE;
         if (tile * TILE < own_first + GROUP_ROWS - 1 || __float_as_int(start[TILE - 1]) > own_first)
-            hide_unseen<TILE>(s, key, tile * TILE, start);
+            hide_unseen<TILE>(s, own_first + thread / WARP * 16 + lane / 4, tile * TILE, start);
 #pragma unroll
-        for (int i = 0; i < TILE / 2; i += 4) {
-            const float2 lse = *reinterpret_cast<const float2*>(row_lse + i * 2);
+        for (int k = 0; k < TILE / 16; k++) {
 #pragma unroll
-            for (int e = i; e < i + 4; e++) s[e] = exp2_approx(s[e] * scale2 - (e % 2 ? lse.y : lse.x));
+            for (int i = 8 * k; i < 8 * k + 8; i += 4) {
+                const float2 lse = *reinterpret_cast<const float2*>(row_lse + i * 2);
+#pragma unroll
+                for (int e = i; e < i + 4; e++) s[e] = exp2_approx(s[e] * scale2 - (e % 2 ? lse.y : lse.x));
+            }
+            round_fragment(left[k], s, k);
         }
-#pragma unroll
-        for (int k = 0; k < TILE / 16; k++) round_fragment(left[k], s, k);
         fence_products();
         add_weighted(dvalue, douts);
         wait_products<1>();
@@ -137,15 +141,21 @@ void multiply(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dqk
         commit_products();
         wait_products<1>();
         if (lane == 0) arrive(at.empty[stage]);
+        const int following = min(step + 1, steps - 1);  // the last step's again, for nothing: a branch here would serialise
+        wait(at.query_full[following % STAGES], following / STAGES % 2);
+        fence_products();
+        multiply_rows(s, own_keys, at.queries + following % STAGES * at.QUERY_BYTES);
         wait(at.dq_empty[group], step % 2 ^ 1);
-        wait_products<0>();
+        wait_products<1>();
         hold(dq);
+        float4* own_dq = reinterpret_cast<float4*>(memory + (at.dq - at.keys) + group * at.DQ_BYTES) + thread;
 #pragma unroll
         for (int i = 0; i < 8; i++) own_dq[i * WARPGROUP] = float4{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
         fence_async();
         __syncwarp();  // the warp's share is written
         if (lane == 0) arrive(at.dq_full[group]);
-        if (++tile == part.tile + part.tiles) tile = part.tile;
+        wait_products<0>();
+        hold(s);
     }
     wait_products<0>();
     sync_threads(1, ALL_GROUPS);  // nobody reads keys any more: their places take the results
