@@ -131,11 +131,12 @@ def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, s
 
 
 def _launch_hopper_backward(device: Device, given: dict[str, Any], dq_sum: Array, turns: Array) -> None:
-    """Blocks own tiles of keys and values; two stages of queries and of gradients, two of ds, and dq's two parts."""
+    """Blocks own tiles of keys and values; two stages of queries and of gradients, two of ds, and dq's two parts, new and old."""
     batch, length, _, head_dim = given["dout"].shape
     sizes, queries = _sizes(given["dout"], given["qkv"]), _backward_queries(head_dim)
     tiles = 2 * _HOPPER_ROWS * (head_dim + queries) + 4 * queries * head_dim  # elements, of bf16
-    shared = tiles * BF16.itemsize + (2 * 64 * 64 + 2 * 3 * queries) * FLOAT.itemsize + _HOPPER_BARRIERS
+    rows = 2 * (2 * FLOAT.itemsize + 1) * queries  # lse, delta and a byte each
+    shared = tiles * BF16.itemsize + 4 * 64 * 64 * FLOAT.itemsize + rows + _HOPPER_BARRIERS
     device.fill_zero(turns)
     maps = {f"{name}_map": device.heads_map(given[name]) for name in ("dqkv", "dout", "qkv")}
     arrays = {name: given[name] for name in ("dqkv", "delta", "lse", "start")}

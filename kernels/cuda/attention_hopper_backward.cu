@@ -30,15 +30,16 @@
 
 #include "attention_hopper_backward.cuh"
 
-// Keys by queries: the scores of keys that a query does not see become -inf. `key`: the lane's first row.
+// Keys by queries: the scores of keys that a query does not see become -inf. `key`: the lane's first row, and `query_first`, both
+// from the block's first key on, as `begins` counts.
 template <int TILE>
-void hide_unseen(float (&s)[TILE / 2], int key, int query_first, const float* start) {
+void hide_unseen(float (&s)[TILE / 2], int key, int query_first, const unsigned char* begins) {
 #pragma unroll
     for (int i = 0; i < TILE / 2; i += 4)
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             const int column = i * 2 + threadIdx.x % 4 * 2 + odd;
-            const int lowest = __float_as_int(start[column]) - key, highest = query_first + column - key;
+            const int lowest = begins[column] - key, highest = query_first + column - key;
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 if ((8 * half < lowest) | (8 * half > highest)) s[i + 2 * half + odd] = minus_infinity();
@@ -52,8 +53,8 @@ void multiply(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dqk
     constexpr int TILE = QUERIES<HEAD_DIM>, PARTS = HEAD_DIM / 64, KEY_PART = KEYS * TILE_ROW_BYTES;
     constexpr int QUERY_PART = TILE * TILE_ROW_BYTES, OWN = GROUP_ROWS * TILE_ROW_BYTES;
     const int group = threadIdx.x / WARPGROUP, thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP;
-    const int own_first = part.first + group * GROUP_ROWS;
     const float scale2 = scale * LOG2_E, *rows = reinterpret_cast<float*>(memory + (at.rows - at.keys));
+    const unsigned char* begins = memory + (at.begins - at.keys);
     const unsigned long long own_keys = tile_descriptor(at.keys + group * OWN);
     const unsigned long long own_values = tile_descriptor(at.values + group * OWN);
     // Its share of dq: queries or features.
@@ -88,15 +89,16 @@ void multiply(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dqk
     hold(s);
     const int steps = (part.heads_end - part.head) * part.tiles;
     for (int step = 0; step < steps; step++) {
-        const int tile = part.tile + step % part.tiles, stage = step % STAGES;
+        const int stage = step % STAGES;
         const unsigned queries = at.queries + stage * at.QUERY_BYTES, douts = at.douts + stage * at.QUERY_BYTES;
-        const float* row_lse = rows + stage * 3 * TILE + lane % 4 * 2;
+        const float* row_lse = rows + stage * 2 * TILE + lane % 4 * 2;
         wait(at.dout_full[stage], step / STAGES % 2);
         fence_products();
         multiply_rows(dp, own_values, douts);
-        const float* start = rows + (stage * 3 + 2) * TILE;
-        if (tile * TILE < own_first + GROUP_ROWS - 1 || __float_as_int(start[TILE - 1]) > own_first)
-            hide_unseen<TILE>(s, own_first + thread / WARP * 16 + lane / 4, tile * TILE, start);
+        const int query = (part.tile + step % part.tiles) * TILE - part.first;
+        const unsigned char* begin = begins + stage * TILE;
+        if (query < group * GROUP_ROWS + GROUP_ROWS - 1 || begin[TILE - 1] > group * GROUP_ROWS)
+            hide_unseen<TILE>(s, group * GROUP_ROWS + thread / WARP * 16 + lane / 4, query, begin);
 #pragma unroll
         for (int k = 0; k < TILE / 16; k++) {
 #pragma unroll
@@ -171,6 +173,7 @@ void multiply(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dqk
     fence_async();
     sync_threads(2 + group, WARPGROUP);  // the results, written above by all, are copied by one
     if (thread == 0) {
+        const int own_first = part.first + group * GROUP_ROWS;
         store_rows<HEAD_DIM>(dqkv_map, at.keys + group * PARTS * OWN, heads + part.shared, own_first, part.b);
         store_rows<HEAD_DIM>(dqkv_map, at.values + group * PARTS * OWN, heads + kv_heads + part.shared, own_first, part.b);
         wait_stores();  // they read this block's memory
@@ -199,12 +202,9 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     }
     give_registers<56>();
     const int warp = (threadIdx.x - ALL_GROUPS) / WARP;
-    if (warp == 0) {
-        float* rows = reinterpret_cast<float*>(memory + (at.rows - at.keys));
-        copy_queries(at, part, dout_map, qkv_map, rows, delta, lse, start, length, heads);
-    } else if (warp <= GROUPS) {
-        const int group = warp - 1;
-        const float* mine = reinterpret_cast<float*>(memory + (at.dq - at.keys) + group * at.DQ_BYTES);
-        pass_dq(at, part, group, mine, dqkv, dq_sum, turns, start, length, heads, kv_heads, scale);
-    }
+    if (warp == 0)
+        copy_queries(at, part, dout_map, qkv_map, reinterpret_cast<float*>(memory + (at.rows - at.keys)),
+                     memory + (at.begins - at.keys), delta, lse, start, length, heads);
+    else if (warp <= GROUPS)
+        pass_dq(at, part, warp - 1, memory, dqkv, dq_sum, turns, start, length, heads, kv_heads, scale);
 }

@@ -17,15 +17,18 @@ template <int HEAD_DIM>
 struct Layout {
     static constexpr int KEY_BYTES = KEYS * HEAD_DIM * 2, QUERY_BYTES = QUERIES<HEAD_DIM> * HEAD_DIM * 2;
     static constexpr int DS_BYTES = KEYS * QUERIES<HEAD_DIM> * 2, DQ_BYTES = PART * 4, ROW_BYTES = QUERIES<HEAD_DIM> * 4;
-    unsigned keys, values, queries, douts, ds, dq, rows;
-    Barriers key_full, query_full, dout_full, empty, dq_full, dq_empty;
+    unsigned keys, values, queries, douts, ds;
+    unsigned dq, dq_before;  // what a warpgroup adds to dq, and to what
+    unsigned rows, begins;   // of each query lse and delta; where its document begins among the block's keys, a byte
+    Barriers key_full, query_full, dout_full, empty, dq_full, dq_empty, before_full;
 
     explicit Layout(const void* memory)
         : keys(shared_address(memory)), values(keys + KEY_BYTES), queries(values + KEY_BYTES),
           douts(queries + STAGES * QUERY_BYTES), ds(douts + STAGES * QUERY_BYTES), dq(ds + 2 * DS_BYTES),
-          rows(dq + GROUPS * DQ_BYTES), key_full(rows + STAGES * 3 * ROW_BYTES), query_full(key_full.end(2)),
-          dout_full(query_full.end(STAGES)), empty(dout_full.end(STAGES)), dq_full(empty.end(STAGES)),
-          dq_empty(dq_full.end(GROUPS)) {}
+          dq_before(dq + GROUPS * DQ_BYTES), rows(dq_before + GROUPS * DQ_BYTES), begins(rows + STAGES * 2 * ROW_BYTES),
+          key_full(begins + STAGES * QUERIES<HEAD_DIM>), query_full(key_full.end(2)), dout_full(query_full.end(STAGES)),
+          empty(dout_full.end(STAGES)), dq_full(empty.end(STAGES)), dq_empty(dq_full.end(GROUPS)),
+          before_full(dq_empty.end(GROUPS)) {}
 
     void init() const {
         key_full.init(2, 1);  // keys, values
@@ -34,6 +37,7 @@ struct Layout {
         empty.init(STAGES, ALL_GROUPS / WARP);
         dq_full.init(GROUPS, WARPGROUP / WARP);
         dq_empty.init(GROUPS, 1);
+        before_full.init(GROUPS, 1);
         fence_barrier_init();
     }
 };
@@ -77,7 +81,7 @@ void copy_keys(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& qk
 // A warp: tile after tile of queries with what belongs to them.
 template <int HEAD_DIM>
 void copy_queries(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dout_map, const TensorMap& qkv_map, float* rows,
-                  const float* delta, const float* lse, const int* start, int length, int heads) {
+                  unsigned char* begins, const float* delta, const float* lse, const int* start, int length, int heads) {
     constexpr int TILE = QUERIES<HEAD_DIM>;
     const int lane = threadIdx.x % WARP;
     int step = 0;
@@ -85,22 +89,22 @@ void copy_queries(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap&
         for (int tile = part.tile; tile < part.tile + part.tiles; tile++, step++) {
             const int stage = step % STAGES;
             float row_lse[TILE / WARP], row_delta[TILE / WARP];
-            int row_start[TILE / WARP];
+            unsigned char row_begin[TILE / WARP];
 #pragma unroll
             for (int i = 0; i < TILE / WARP; i++) {
                 const int query = tile * TILE + i * WARP + lane, inside = min(query, length - 1);
                 const long long index = ((long long)part.b * heads + head) * length + inside;
                 row_lse[i] = query < length ? lse[index] * LOG2_E : -minus_infinity();  // p = 0 past the end
                 row_delta[i] = delta[index];
-                row_start[i] = start[part.row + inside];
+                row_begin[i] = min(max(start[part.row + inside] - part.first, 0), KEYS);
             }
             wait(at.empty[stage], step / STAGES % 2 ^ 1);
-            float* own = rows + stage * 3 * TILE + lane;
+            float* own = rows + stage * 2 * TILE + lane;
 #pragma unroll
             for (int i = 0; i < TILE / WARP; i++) {
                 own[i * WARP] = row_lse[i];
                 own[i * WARP + TILE] = row_delta[i];
-                own[i * WARP + 2 * TILE] = __int_as_float(row_start[i]);
+                begins[stage * TILE + i * WARP + lane] = row_begin[i];
             }
             if (lane == 0) {
                 const int row = tile * TILE, place = stage * at.QUERY_BYTES;
@@ -112,31 +116,37 @@ void copy_queries(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap&
         }
 }
 
-// A warp: passes on what warpgroup `group` has added up for dq, in turn. `mine`: its part in shared memory.
+// A warp: passes on what warpgroup `group` has added up for dq, in turn.
 template <int HEAD_DIM>
-void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const float* mine, bf16* dqkv, float* dq_sum, int* turns,
-             const int* start, int length, int heads, int kv_heads, float scale) {
-    constexpr int TILE = QUERIES<HEAD_DIM>;
+void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const unsigned char* memory, bf16* dqkv, float* dq_sum,
+             int* turns, const int* start, int length, int heads, int kv_heads, float scale) {
+    constexpr int TILE = QUERIES<HEAD_DIM>, BYTES = Layout<HEAD_DIM>::DQ_BYTES;
     const int lane = threadIdx.x % WARP, tiles = (length + TILE - 1) / TILE, width = (heads + 2 * kv_heads) * HEAD_DIM;
     const int rows_from = HEAD_DIM == 64 ? group * 64 : 0, columns_from = HEAD_DIM == 64 ? 0 : group * 64;
-    int step = 0;
+    const float4* add = reinterpret_cast<const float4*>(memory + (at.dq - at.keys) + group * BYTES) + lane;
+    const float4* before = reinterpret_cast<const float4*>(memory + (at.dq_before - at.keys) + group * BYTES) + lane;
+    int step = 0, loads = 0;
     for (int head = part.head; head < part.heads_end; head++)
         for (int tile = part.tile; tile < part.tile + part.tiles; tile++, step++) {
             const long long index = (((long long)part.b * heads + head) * tiles + tile) * GROUPS + group;
             float* sum = dq_sum + index * PART;
             const int turn = (tile * TILE - part.first) / KEYS;  // from the diagonal
             const bool last = start[part.row + tile * TILE] >= part.first;
-            wait(at.dq_full[group], step % 2);
-            if (lane == 0 && turn > 0)
+            if (lane == 0 && turn > 0) {
                 while (load_acquire(turns + index) != turn) {}
-            __syncwarp();  // the others, too, come after the acquire
+                fence_async_global();  // the copy engine, too, comes after the acquire
+                if (last) {
+                    arrive_expecting(at.before_full[group], BYTES);
+                    load_bytes(at.dq_before + group * BYTES, sum, BYTES, at.before_full[group]);
+                }
+            }
+            wait(at.dq_full[group], step % 2);
             if (!last) {
                 if (lane == 0) {
-                    fence_async_global();  // the copy engine, too, comes after the acquire
                     if (turn > 0)
-                        add_floats(sum, at.dq + group * at.DQ_BYTES, at.DQ_BYTES);
+                        add_floats(sum, at.dq + group * BYTES, BYTES);
                     else
-                        store_bytes(sum, at.dq + group * at.DQ_BYTES, at.DQ_BYTES);
+                        store_bytes(sum, at.dq + group * BYTES, BYTES);
                     commit_stores();
                     wait_stores_read();
                     arrive(at.dq_empty[group]);
@@ -144,26 +154,26 @@ void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const floa
                     fence_async_global();
                     store_release(turns + index, turn + 1);
                 }
+                __syncwarp();  // the others would only spin
                 continue;
             }
+            if (turn > 0) wait(at.before_full[group], loads++ % 2);
             const int query = tile * TILE + rows_from + lane / 4;
             bf16* target = dqkv + (part.row + query) * width + head * HEAD_DIM + columns_from + lane % 4 * 2;
 #pragma unroll 1
-            for (int i = 0; i < 2 * WARPGROUP / WARP; i++) {  // of a warp's fragments half: as many loads as registers allow
-                const int rows = i / 2 * 16, columns = i % 2 * 32, place = (i % 2 * 4 * WARPGROUP + i / 2 * WARP + lane) * 4;
-                float4 value[4];
+            for (int warp = 0; warp < WARPGROUP / WARP; warp++)  // the fragments of its lanes
 #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    value[j] = turn > 0 ? __ldcg(reinterpret_cast<const float4*>(sum + place + j * WARPGROUP * 4)) : float4{};
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const float4 own = *reinterpret_cast<const float4*>(mine + place + j * WARPGROUP * 4);
-                    unsigned* pair = reinterpret_cast<unsigned*>(target + (long long)rows * width + columns + j * 8);
-                    if (query + rows < length) *pair = pack((value[j].x + own.x) * scale, (value[j].y + own.y) * scale);
-                    if (query + rows + 8 < length)
-                        pair[4 * width] = pack((value[j].z + own.z) * scale, (value[j].w + own.w) * scale);
+                for (int j = 0; j < 8; j++) {
+                    float4 value = add[j * WARPGROUP + warp * WARP];
+                    if (turn > 0) {
+                        const float4 rest = before[j * WARPGROUP + warp * WARP];
+                        value = {rest.x + value.x, rest.y + value.y, rest.z + value.z, rest.w + value.w};
+                    }
+                    const int row = query + warp * 16;
+                    unsigned* pair = reinterpret_cast<unsigned*>(target + (long long)warp * 16 * width + j * 8);
+                    if (row < length) *pair = pack(value.x * scale, value.y * scale);
+                    if (row + 8 < length) pair[4 * width] = pack(value.z * scale, value.w * scale);
                 }
-            }
             __syncwarp();  // all have read the part
             if (lane == 0) arrive(at.dq_empty[group]);
         }

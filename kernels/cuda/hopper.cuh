@@ -84,7 +84,14 @@ inline void store_box(const TensorMap& map, unsigned tile, int d, int head, int 
                  : "memory");
 }
 
-// Start to copy `bytes`, of which 16 divides all three, from shared memory; or to add them there as floats.
+// Start to copy `bytes`, of which 16 divides all three, to shared memory, where they count at the barrier.
+inline void load_bytes(unsigned target, const float* source, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// The reverse; or to add them there as floats.
 inline void store_bytes(float* target, unsigned source, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
 }
