@@ -13,6 +13,7 @@ from cupy.cuda import driver
 from kernels.cuda.compile import compile_instance
 from kernels.cuda.early import launch_early
 from kernels.cuda.launch import BF16, Array, Kernel, Template, arguments
+from kernels.cuda.tensor_map import heads_map
 
 # Oldest architecture with bf16 products and asynchronous copies.
 OLDEST = (8, 0)
@@ -123,6 +124,10 @@ class Device:
             views.append(self._workspace[offset : offset + size].view(dtype).reshape(shape))
             offset += -(-size // 256) * 256
         return views
+
+    def heads_map(self, array: Array) -> Array:
+        """What a Hopper kernel takes for a (B, T, heads, D) array of bf16."""
+        return heads_map(array)
 
     def upload(self, target: Any, source: Any) -> None:
         """Copy a host array, or a number, into a device array, rounded to bf16 where that is what the target holds."""

@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("cupy")
 
 from kernels.cpu import CpuOps
-from kernels.cuda.launch import BF16, FLOAT, Kernel, Template, arguments
+from kernels.cuda.launch import BF16, FLOAT, TENSOR_MAP, Kernel, Template, arguments
 
-ATTENTIONS, MATMUL = ("mma", "scalar"), "own"  # cuBLASLt has no kernels here
+ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
 STORAGES = (FLOAT, BF16)
 
 Calls = Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]
@@ -70,6 +70,11 @@ class RecordingDevice:
     def workspace(self, *parts: tuple[tuple[int, ...], Any]) -> list[HostArray]:
         """Arrays of these shapes and dtypes."""
         return [array(shape, dtype) for shape, dtype in parts]
+
+    def heads_map(self, target: HostArray) -> Any:
+        """As Device's, of nothing."""
+        assert target.ndim == 4 and target.dtype == BF16 and target.flags.c_contiguous
+        return np.zeros(1, TENSOR_MAP)
 
     def fill_zero(self, target: HostArray) -> None:
         """As Device's."""
@@ -224,6 +229,19 @@ def launched_by(storage: np.dtype[Any], attention: str, sizes: Sizes) -> frozens
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_launches_are_what_kernels_take(sizes: Sizes, storage: np.dtype[Any], attention: str) -> None:
     assert launched_by(storage, attention, sizes)
+
+
+# A struct's bytes go to the kernel as they are: nothing there would notice an array, or half a map.
+def test_only_tensor_maps_pass_as_such() -> None:
+    from kernels.cuda.attention import _HOPPER_FORWARD as kernel
+
+    template = kernel.instances[0]
+    given: dict[str, Any] = {p.name: None if p.pointer else 1 for p in kernel.parameters(template)}
+    given |= {"out_map": np.zeros(1, TENSOR_MAP), "qkv_map": np.zeros(1, TENSOR_MAP)}
+    assert len(arguments(kernel, template, given)) == len(given)
+    for wrong in (np.zeros(2, TENSOR_MAP), np.zeros(16, np.uint64)):
+        with pytest.raises(AssertionError, match="out_map is no tensor map"):
+            arguments(kernel, template, {**given, "out_map": wrong})
 
 
 # An operation that is not checked here.
