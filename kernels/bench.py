@@ -221,11 +221,13 @@ def matmul(args: argparse.Namespace) -> dict[str, Any]:
 def attention(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds and TFLOP/s of attention alone on the GPU, the causal half of its products counted (5 backward, 2 forward)."""
     from kernels.cuda import CudaOps
+    from kernels.cuda.attention import attention_workspace_bytes
     from kernels.cuda.timing import milliseconds
 
     c, rng = MODELS[args.model], np.random.default_rng(0)
     ops = CudaOps(Numerics(precision=args.precision, attention=args.attention))
-    ops.use_workspace(ops.allocate(4 * args.batch * args.seq * c.heads + 4096))
+    need = attention_workspace_bytes(ops, ops.storage, args.batch, args.seq, c.heads, c.head_dim)
+    ops.use_workspace(ops.allocate(need))
 
     def array(*shape: int, dtype: Any = ops.storage) -> Any:
         memory = ops.allocate(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
@@ -267,7 +269,7 @@ def main() -> None:
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
     parser.add_argument("--matmul", choices=("cublaslt", "own"), default="cublaslt")
-    parser.add_argument("--attention", choices=("mma", "scalar"), default="mma")
+    parser.add_argument("--attention", choices=("hopper", "mma", "scalar"), default="hopper")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)

@@ -38,7 +38,7 @@ class Decoding:
         Raises:
             ValueError: the cache has no room for n more tokens.
         """
-        return self._host_logits(self._append(tokens, cache, 1)[1])
+        return self._host_logits(self._append(tokens, cache, 1)[0])
 
     def draw(
         self, tokens: Array, cache: Cache, uniform: Array, banned: Array, *, temperature: float, top_k: int, top_p: float
@@ -62,15 +62,15 @@ class Decoding:
 
     def decode_heads(self, tokens: NDArray[np.int32], cache: Cache, last: int) -> NDArray[np.float32]:
         """Append tokens (1, n) as decode does; return every head's logits (last, K, V) after each of the `last` of them."""
-        norm, logits = self._append(tokens, cache, last)
+        logits, further = self._append(tokens, cache, last)
         heads = [self._host_logits(logits)]  # before the next head's overwrite them
-        heads += [self._host_logits(self._model.head_logits(k, norm)) for k in range(1, self.config.mtp_heads)]
+        heads += [self._host_logits(further(k)) for k in range(1, self.config.mtp_heads)]
         return np.stack(heads, axis=1)
 
     def _append(
         self, tokens: Array, cache: Cache, last: int, then: Callable[[Array], None] | None = None, key: Any = None
-    ) -> tuple[Array, Array]:
-        """Read tokens (B, n) into the cache; the final stream and head 0's logits (B * last, ...) after the last of them.
+    ) -> tuple[Array, Callable[[int], Array]]:
+        """Read tokens (B, n) into the cache; head 0's logits (B * last, Vp) after the last of them, and what makes head k's.
 
         `then` does something with the logits, in the same graph; `key` tells one such thing from another.
         """
@@ -82,14 +82,20 @@ class Decoding:
         host = np.empty((1 + 2 * tokens.size,), np.int32)
         host[0], host[1 : 1 + tokens.size], host[1 + tokens.size :] = cache.length, -cache.length, tokens.reshape(-1)
         appended = self._input("appended", host)
-        norm = self._arena.view("branch", (batch * last, self.config.dim))
-        logits = self._arena.view("logits", (batch * last, self.config.padded_vocab))
+        model, fused = self._model, count == last and tokens.size <= self.ops.fused_rows
+        rows = self._arena.view("residual1" if fused else "branch", (batch * last, self.config.dim))
+
+        def head(k: int) -> Array:
+            return model.step_logits(k, rows) if fused else model.head_logits(k, rows)
 
         def work() -> None:
             length, (start, taken) = appended[:1].reshape(()), appended[1:].reshape(2, *tokens.shape)
-            stream = self._model.forward(taken, start, cache, length)
-            self.ops.copy_rows(norm, stream, count - last, count if last == 1 else 1)
-            self._model.head_logits(0, norm)
+            if fused:
+                model.step(taken, start, cache, length)
+            else:
+                stream = model.forward(taken, start, cache, length)
+                self.ops.copy_rows(rows, stream, count - last, count if last == 1 else 1)
+            logits = head(0)
             if then is not None:
                 then(logits)
 
@@ -98,7 +104,7 @@ class Decoding:
         else:
             work()
         cache.length += count
-        return norm, logits
+        return self._arena.view("logits", (batch * last, self.config.padded_vocab)), head
 
     def _host_logits(self, logits: Array) -> NDArray[np.float32]:
         return self.ops.download(logits)[:, : self.config.vocab_size].astype(np.float32)

@@ -90,7 +90,7 @@ class Engine(Decoding):
         self._grads = named(self._flat["gradients"], self._table) if training else {}
         self._weights = named(self._flat["parameters"], self._table)
         read = named(self._flat["weights"], self._table) if "weights" in self._flat else self._weights
-        self._model = Transformer(config, numerics, self.ops, read, self._grads, self._arena)
+        self._model = Transformer(config, numerics, self.ops, read, self._weights, self._grads, self._arena)
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.view("workspace", self._plan[-1].shape))
         if training:

@@ -62,7 +62,8 @@ def activation_plan(
     """The activations of a forward pass over `rows` = B * T positions and, in training, the gradients of the way back.
 
     In training each layer keeps what its backward pass reads; otherwise all layers share one set. Activations and their
-    gradients are of the storage type, dtype itself where it is not given; statistics and losses are of dtype.
+    gradients are of the storage type, dtype itself where it is not given. The stream, statistics and losses are of dtype: what
+    tells one position's stream from another's may be less than the storage type's rounding of what all have in common.
     """
     storage = storage or dtype
     c, layers = config, config.layers if training else 1
@@ -71,7 +72,7 @@ def activation_plan(
     statistics = ["rstd"] if c.norm == "rmsnorm" else ["mean", "rstd"]
     act_layers = 1 if numerics.recompute == "mlp" else layers
     plan = [
-        Buffer(name, "activations", (rows, width), storage, count)
+        Buffer(name, "activations", (rows, width), dtype if name.startswith("residual") else storage, count)
         for name, width, count in (
             ("residual1", c.dim, layers),
             ("norm1", c.dim, layers),

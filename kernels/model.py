@@ -40,7 +40,8 @@ class Transformer:
         config, numerics: what to compute.
         ops: the device's operations (kernels.cpu.CpuOps or kernels.cuda.CudaOps).
         weights: by parameter name, in the precision that products take.
-        grads: likewise; empty where only forward passes are made.
+        parameters: the same as they are trained, for the embedding and the norms, which make the stream what it is.
+        grads: by name; empty where only forward passes are made.
         arena: holds the buffers of kernels.memory.activation_plan.
     """
 
@@ -50,11 +51,12 @@ class Transformer:
         numerics: Numerics,
         ops: Any,
         weights: Mapping[str, Array],
+        parameters: Mapping[str, Array],
         grads: Mapping[str, Array],
         arena: Arena,
     ) -> None:
         self.config, self.numerics, self.ops = config, numerics, ops
-        self.weights, self.grads, self.arena = weights, grads, arena
+        self.weights, self.parameters, self.grads, self.arena = weights, parameters, grads, arena
         self.rope = ops.rope_table(config.context, config.head_dim, config.rope_base) if config.position == "rope" else None
 
     def forward(self, tokens: Array, start: Array, cache: Cache | None = None, cached: Array | None = None) -> Array:
@@ -66,7 +68,7 @@ class Transformer:
         c, ops, (batch, length) = self.config, self.ops, tokens.shape
         rows, heads = batch * length, c.heads + 2 * c.kv_heads
         residual, branch = self._rows("residual1", rows, c.dim), self._rows("branch", rows, c.dim)
-        ops.embedding_forward(residual, tokens, start, self.weights["tok.weight"], self.weights.get("pos.weight"))
+        ops.embedding_forward(residual, tokens, start, self.parameters["tok.weight"], self.parameters.get("pos.weight"))
         for i in range(c.layers):
             block = f"blocks.{i}."
             norm1 = self._norm_forward(f"{block}norm1", i, residual, branch if i else None)
@@ -90,6 +92,38 @@ class Transformer:
             self._activation_forward(act, up)
             self._linear_forward(f"{block}down", branch, act)
         return self._norm_forward("norm", 0, residual, branch)
+
+    def step(self, tokens: Array, start: Array, cache: Cache, cached: Array) -> Array:
+        """The stream before the last norm, (rows, C), of few new tokens (B, n) behind a cache.
+
+        What forward computes, by operations that a device has for ops.fused_rows rows at most; nothing is kept for a way back.
+        """
+        c, ops, (batch, length) = self.config, self.ops, tokens.shape
+        rows, heads = batch * length, c.heads + 2 * c.kv_heads
+        stream, attended = self._rows("residual1", rows, c.dim), self._rows("attended", rows, c.dim)
+        qkv, act = self._rows("qkv", rows, heads * c.head_dim), self._rows("act", rows, c.ffn)
+        rope = None if self.rope is None else (start, self.rope, c.heads + c.kv_heads)
+        ops.embedding_forward(stream, tokens, start, self.parameters["tok.weight"], self.parameters.get("pos.weight"))
+        for i in range(c.layers):
+            block = f"blocks.{i}."
+            ops.norm_linear_rows(qkv, stream, *self._norm_linear(f"{block}norm1", f"{block}qkv"), eps=c.norm_eps, rope=rope)
+            ops.decode_attention_forward(
+                attended.reshape(batch, length, c.heads, c.head_dim),
+                qkv.reshape(batch, length, heads, c.head_dim),
+                cache.keys[i],
+                cache.values[i],
+                cached,
+            )
+            ops.residual_linear_rows(stream, attended, *self._linear(f"{block}proj"))
+            ops.norm_linear_rows(act, stream, *self._norm_linear(f"{block}norm2", f"{block}up"), eps=c.norm_eps, activation=c.mlp)
+            ops.residual_linear_rows(stream, act, *self._linear(f"{block}down"))
+        return stream
+
+    def step_logits(self, k: int, stream: Array) -> Array:
+        """head_logits of what step returned."""
+        logits, norm = self._logits(stream.shape[0]), self._norm_parameters(self.parameters, "norm")
+        self.ops.norm_linear_rows(logits, stream, norm, self._head(self.weights, k), eps=self.config.norm_eps)
+        return logits
 
     def backward(self, dnorm: Array, tokens: Array, start: Array) -> None:
         """Add the gradient of every parameter, from the gradient of forward's result; dnorm is overwritten."""
@@ -128,7 +162,7 @@ class Transformer:
 
     def head_logits(self, k: int, norm: Array) -> Array:
         """Logits (rows, Vp) of prediction head k; the next head's overwrite them."""
-        logits = self._rows("logits", norm.shape[0], self.config.padded_vocab)
+        logits = self._logits(norm.shape[0])
         self.ops.matmul_forward(logits, norm, self._head(self.weights, k))
         return logits
 
@@ -150,8 +184,17 @@ class Transformer:
     def _up(self, rows: int, layer: int, name: str = "up") -> Array:
         return self._rows(name, rows, self.config.ffn * (2 if self.config.mlp == "swiglu" else 1), layer)
 
+    def _logits(self, rows: int) -> Array:
+        return self._rows("logits", rows, self.config.padded_vocab)
+
+    def _linear(self, name: str) -> tuple[Array, Array | None]:
+        return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+
+    def _norm_linear(self, norm: str, linear: str) -> tuple[list[Array], Array, Array | None]:
+        return self._norm_parameters(self.parameters, norm), *self._linear(linear)
+
     def _linear_forward(self, name: str, out: Array, inp: Array) -> None:
-        self.ops.matmul_forward(out, inp, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        self.ops.matmul_forward(out, inp, *self._linear(name))
 
     def _linear_backward(self, name: str, dinp: Array, dout: Array, inp: Array) -> None:
         weight = f"{name}.weight"
@@ -173,13 +216,13 @@ class Transformer:
         saved = [self.arena.view(f"{short}_{statistic}", (rows,), layer) for statistic in names]
         return stream, self._rows(short, rows, self.config.dim, layer), saved
 
-    def _parameters(self, tensors: Mapping[str, Array], name: str) -> list[Array]:
+    def _norm_parameters(self, tensors: Mapping[str, Array], name: str) -> list[Array]:
         kinds = ("weight",) if self.config.norm == "rmsnorm" else ("weight", "bias")
         return [tensors[f"{name}.{kind}"] for kind in kinds]
 
     def _norm_forward(self, name: str, layer: int, residual: Array, branch: Array | None) -> Array:
         """norm(residual), or norm(residual + branch) with the sum kept as the stream."""
-        c, parameters = self.config, self._parameters(self.weights, name)
+        c, parameters = self.config, self._norm_parameters(self.parameters, name)
         stream, out, saved = self._norm_buffers(name, layer, residual.shape[0])
         if branch is None:
             forward = self.ops.rmsnorm_forward if c.norm == "rmsnorm" else self.ops.layernorm_forward
@@ -191,9 +234,9 @@ class Transformer:
 
     def _norm_backward(self, name: str, layer: int, dinp: Array, dresidual: Array | None, dout: Array) -> None:
         """Gradient at the stream that the norm read, with what arrives along the stream added."""
-        rmsnorm, weight = self.config.norm == "rmsnorm", self.weights[f"{name}.weight"]
+        rmsnorm, weight = self.config.norm == "rmsnorm", self.parameters[f"{name}.weight"]
         stream, _, saved = self._norm_buffers(name, layer, dout.shape[0])
-        grads = self._parameters(self.grads, name)
+        grads = self._norm_parameters(self.grads, name)
         if dresidual is None:
             backward = self.ops.rmsnorm_backward if rmsnorm else self.ops.layernorm_backward
             backward(dinp, *grads, dout, stream, weight, *saved)

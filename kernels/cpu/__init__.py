@@ -54,6 +54,8 @@ class CpuOps:
     """
 
     name = "cpu"
+    # Rows up to which a linear layer and its neighbours are one operation: none here.
+    fused_rows = 0
 
     def __init__(self, dtype: type[np.floating[Any]] = np.float32, threads: int = 0) -> None:
         available = numba.config.NUMBA_NUM_THREADS

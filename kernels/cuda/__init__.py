@@ -11,7 +11,13 @@ from kernels.config import ModelConfig, Numerics
 from kernels.cpu.rope import rope_table
 from kernels.cuda import cublaslt, embedding
 from kernels.cuda.adamw import adamw
-from kernels.cuda.attention import LARGEST_HEAD_DIM, attention_backward, attention_forward, takes_tensor_cores
+from kernels.cuda.attention import (
+    LARGEST_HEAD_DIM,
+    attention_backward,
+    attention_forward,
+    attention_kernel,
+    attention_workspace_bytes,
+)
 from kernels.cuda.bias import bias_backward, bias_forward
 from kernels.cuda.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from kernels.cuda.decode_attention import decode_attention_forward
@@ -26,6 +32,7 @@ from kernels.cuda.layernorm import (
     residual_layernorm_backward,
     residual_layernorm_forward,
 )
+from kernels.cuda.linear_rows import MOST_ROWS, norm_linear_rows, residual_linear_rows
 from kernels.cuda.matmul import matmul_backward, matmul_forward
 from kernels.cuda.rmsnorm import (
     residual_rmsnorm_backward,
@@ -44,7 +51,7 @@ class CudaOps(Device):
     """Every operation of the model on one GPU.
 
     Args:
-        numerics: precision, and which of two kernels makes products and attention.
+        numerics: precision, and which kernels make products and attention.
 
     Raises:
         ValueError: see Device.
@@ -52,6 +59,7 @@ class CudaOps(Device):
 
     name = "cuda"
     dtype = FLOAT
+    fused_rows = MOST_ROWS
 
     embedding_forward, embedding_backward = embedding_forward, embedding_backward
     rmsnorm_forward, rmsnorm_backward = rmsnorm_forward, rmsnorm_backward
@@ -59,6 +67,7 @@ class CudaOps(Device):
     layernorm_forward, layernorm_backward = layernorm_forward, layernorm_backward
     residual_layernorm_forward, residual_layernorm_backward = residual_layernorm_forward, residual_layernorm_backward
     matmul_forward, matmul_backward = matmul_forward, matmul_backward
+    norm_linear_rows, residual_linear_rows = norm_linear_rows, residual_linear_rows
     bias_forward, bias_backward = bias_forward, bias_backward
     rope_forward, rope_backward = rope_forward, rope_backward
     attention_forward, attention_backward = attention_forward, attention_backward
@@ -96,7 +105,7 @@ class CudaOps(Device):
         widest = max(c.ffn * (2 if c.mlp == "swiglu" else 1), (c.heads + 2 * c.kv_heads) * c.head_dim)
         needs = (
             cublaslt.WORKSPACE_BYTES,
-            4 * rows * c.heads,  # attention's delta
+            attention_workspace_bytes(self, self.storage, -(-rows // c.context), c.context, c.heads, c.head_dim),
             4 * rows * c.heads * (2 + c.head_dim),  # the shares of cached attention, where all rows are new
             2 * 4 * c.dim * 8 * self.processors,  # partial sums of a norm's two gradients
             4 * (widest + 256) * 2 * self.processors,  # and of a bias's
@@ -114,7 +123,6 @@ class CudaOps(Device):
 
     def describe(self, config: ModelConfig) -> str:
         """The device in words: its name, precision, the kernels that such a model gets, and versions."""
-        on_tensor_cores = takes_tensor_cores(self, self.storage, config.head_dim)
-        kernels = f"matmul {self.matmul}, attention {'mma' if on_tensor_cores else 'scalar'}"
+        kernels = f"matmul {self.matmul}, attention {attention_kernel(self, self.storage, config.head_dim)}"
         library = f", cuBLASLt {cublaslt.version()}" if self.matmul == "cublaslt" else ""
         return f"{self.model}, {self.precision}, {kernels}, CuPy {cupy.__version__}{library}"

@@ -1,11 +1,14 @@
 """Launchers of the attention kernels; the mathematics and the contracts are those of kernels.cpu.attention.
 
-Which kernel: `device.attention` "mma" takes attention_mma.cu where the arrays are bf16 and the head dim is 32, 64, 96 or 128;
-everything else, and all of "scalar", takes attention_scalar.cu. So fp32 and tf32 are computed in fp32.
+Which kernel: `device.attention` "hopper" takes attention_hopper.cu on such a GPU where the arrays are bf16 and the head dim is 64
+or 128. Otherwise it is as "mma": attention_mma.cu where the arrays are bf16 and the head dim is 32, 64, 96 or 128. Everything
+else, and all of "scalar", takes attention_scalar.cu. So fp32 and tf32 are computed in fp32.
 """
 
 from math import sqrt
 from typing import Any
+
+import numpy as np
 
 from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
@@ -31,19 +34,30 @@ _MMA_FORWARD = Kernel("attention_mma.cu", "attention_forward", tuple(_FORWARD.va
 _MMA_BACKWARD_QUERY = Kernel("attention_mma_backward.cu", "attention_backward_query", tuple(_BACKWARD_QUERY.values()))
 _MMA_BACKWARD_KEY = Kernel("attention_mma_backward.cu", "attention_backward_key", tuple(_BACKWARD_KEY.values()))
 
+# By head dim: HEAD_DIM, and forward STAGES. Not tuned.
+_HOPPER = {64: (64, 4), 128: (128, 2)}
+_HOPPER_FORWARD = Kernel("attention_hopper.cu", "attention_forward", tuple(_HOPPER.values()), hopper=True)
+_HOPPER_BACKWARD = Kernel("attention_hopper_backward.cu", "attention_backward", tuple((d,) for d in _HOPPER), hopper=True)
+_HOPPER_ROWS, _HOPPER_BLOCK = 128, 3 * 128  # KEYS, also the forward pass's QUERIES; three warpgroups
+_HOPPER_BARRIERS = 256  # bytes, more than enough
+_HOPPER_L2_BYTES = 16 * 2**20  # of keys and values that blocks work on at a time; not tuned
+
 
 def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start: Array) -> None:
     """See kernels.cpu.attention.attention_forward.
 
     Args:
-        device: its `attention` is "scalar" or "mma", see above. The head dim is 128 at most.
+        device: its `attention` is "hopper", "mma" or "scalar", see above. The head dim is 128 at most.
 
-    Precision: fp32 arithmetic, one rounding to T at the store of out; by mma the probabilities, too, are rounded to bf16.
+    Precision: fp32 arithmetic, one rounding to T at the store of out; on tensor cores p, too, is rounded to bf16.
     Determinism: bitwise repeatable (no atomics).
     """
     given = {"out": out, "lse": lse, "qkv": qkv, "start": start}
     heads, head_dim = out.shape[2:]
-    if takes_tensor_cores(device, qkv.dtype, head_dim):
+    which = attention_kernel(device, qkv.dtype, head_dim)
+    if which == "hopper":
+        _launch_hopper_forward(device, out, lse, qkv, start)
+    elif which == "mma":
         _launch_mma(device, _MMA_FORWARD, _FORWARD[head_dim], heads, 1, 0, given, out, qkv)
     else:
         _launch_scalar(device, _SCALAR_FORWARD, heads, 0, given, out, qkv)
@@ -52,20 +66,23 @@ def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start:
 def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Array) -> None:
     """See kernels.cpu.attention.attention_backward; attention_forward says what holds for a device.
 
-    Precision: fp32 arithmetic, one rounding to T at the stores; by mma p and ds, too, are rounded to bf16.
-    Determinism: bitwise repeatable (no atomics; the price is 7 products instead of 5).
-    Workspace: delta, (B, H, T) fp32.
+    Precision: fp32 arithmetic, one rounding to T at the stores; on tensor cores p and ds, too, are rounded to bf16.
+    Determinism: bitwise repeatable (hopper: blocks add to dq in a fixed order; else 7 products instead of 5, and no atomics).
+    Workspace: attention_workspace_bytes.
     """
     batch, length, heads, head_dim = out.shape
     kv_heads = (qkv.shape[2] - heads) // 2
-    (delta,) = device.workspace(((batch, heads, length), FLOAT))
+    which = attention_kernel(device, qkv.dtype, head_dim)
+    delta, *sums_and_turns = device.workspace(*_workspace(which, batch, length, heads, head_dim))
     rows, vector = batch * length * heads, 16 // out.dtype.itemsize
     device.launch(
         _DELTA, (out.dtype, vector if head_dim % vector == 0 else 1), -(-rows * _DELTA_LANES // _DELTA_BLOCK), _DELTA_BLOCK,
         delta=delta, dout=dout, out=out, rows=rows, length=length, heads=heads, head_dim=head_dim,
     )  # fmt: skip
     given = {"dqkv": dqkv, "delta": delta, "dout": dout, "lse": lse, "qkv": qkv, "start": start}
-    if takes_tensor_cores(device, qkv.dtype, head_dim):
+    if which == "hopper":
+        _launch_hopper_backward(device, given, *sums_and_turns)
+    elif which == "mma":
         _launch_mma(device, _MMA_BACKWARD_QUERY, _BACKWARD_QUERY[head_dim], heads, 2, 0, given, out, qkv)
         _launch_mma(device, _MMA_BACKWARD_KEY, _BACKWARD_KEY[head_dim], kv_heads, 2, 12, given, out, qkv)
     else:
@@ -73,9 +90,60 @@ def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse
         _launch_scalar(device, _SCALAR_BACKWARD_KEY, kv_heads, 4, given, out, qkv)
 
 
-def takes_tensor_cores(device: Device, dtype: Any, head_dim: int) -> bool:
-    """Whether arrays of this type and head width go to attention_mma.cu."""
-    return device.attention == "mma" and dtype == BF16 and head_dim in _HEAD_DIMS
+def attention_kernel(device: Device, dtype: Any, head_dim: int) -> str:
+    """Which kernels take arrays of this type and head width: "hopper", "mma" or "scalar"."""
+    if device.attention == "scalar" or dtype != BF16 or head_dim not in _HEAD_DIMS:
+        return "scalar"
+    return "hopper" if device.attention == "hopper" and device.arch == "sm_90" and head_dim in _HOPPER else "mma"
+
+
+def attention_workspace_bytes(device: Device, dtype: Any, batch: int, length: int, heads: int, head_dim: int) -> int:
+    """What attention_backward needs while it runs: delta; by hopper also dq's fp32 sums and a turn of each part of them."""
+    parts = _workspace(attention_kernel(device, dtype, head_dim), batch, length, heads, head_dim)
+    return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize + 256 for shape, dtype in parts)
+
+
+def _workspace(which: str, batch: int, length: int, heads: int, head_dim: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """delta, and for hopper dq_sum and turns: shapes and dtypes."""
+    delta = (batch, heads, length), FLOAT
+    if which != "hopper":
+        return (delta,)
+    parts = batch, heads, -(-length // _backward_queries(head_dim)), 2  # two warpgroups' of each tile
+    return delta, ((*parts, 64 * 64), FLOAT), (parts, np.int32)
+
+
+def _backward_queries(head_dim: int) -> int:
+    """QUERIES of attention_hopper_backward.cuh."""
+    return 128 if head_dim == 64 else 64
+
+
+def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, start: Array) -> None:
+    """Blocks that stay, one a multiprocessor: two own tiles of queries and of their results, and STAGES of keys and of values."""
+    batch, length, heads, head_dim = out.shape
+    sizes, tile_bytes = _sizes(out, qkv), _HOPPER_ROWS * head_dim * BF16.itemsize
+    pairs, one = batch * heads, 2 * length * head_dim * BF16.itemsize  # one head's keys and values
+    section = min(pairs, max(1, _HOPPER_L2_BYTES // one) * (heads // sizes["kv_heads"]))
+    device.launch(
+        _HOPPER_FORWARD, _HOPPER[head_dim], min(device.processors, -(-length // _HOPPER_ROWS) * pairs), _HOPPER_BLOCK,
+        shared_bytes=(2 + 2 * _HOPPER[head_dim][1]) * tile_bytes + _HOPPER_BARRIERS, out_map=device.heads_map(out),
+        qkv_map=device.heads_map(qkv), lse=lse, start=start, batch=batch, section=section, **sizes,
+    )  # fmt: skip
+
+
+def _launch_hopper_backward(device: Device, given: dict[str, Any], dq_sum: Array, turns: Array) -> None:
+    """Blocks own tiles of keys and values; two stages of queries and of gradients, two of ds, and dq's two parts, new and old."""
+    batch, length, _, head_dim = given["dout"].shape
+    sizes, queries = _sizes(given["dout"], given["qkv"]), _backward_queries(head_dim)
+    tiles = 2 * _HOPPER_ROWS * (head_dim + queries) + 4 * queries * head_dim  # elements, of bf16
+    rows = 2 * (2 * FLOAT.itemsize + 1) * queries  # lse, delta and a byte each
+    shared = tiles * BF16.itemsize + 4 * 64 * 64 * FLOAT.itemsize + rows + _HOPPER_BARRIERS
+    device.fill_zero(turns)
+    maps = {f"{name}_map": device.heads_map(given[name]) for name in ("dqkv", "dout", "qkv")}
+    arrays = {name: given[name] for name in ("dqkv", "delta", "lse", "start")}
+    device.launch(
+        _HOPPER_BACKWARD, (head_dim,), (-(-length // _HOPPER_ROWS), sizes["kv_heads"], batch), _HOPPER_BLOCK,
+        shared_bytes=shared, dq_sum=dq_sum, turns=turns, **maps, **arrays, **sizes,
+    )  # fmt: skip
 
 
 def _launch_scalar(device: Device, kernel: Kernel, heads: int, tiles: int, given: dict[str, Any], out: Array, qkv: Array) -> None:

@@ -118,8 +118,8 @@ def _compile(source: str, instance: str, options: tuple[str, ...]) -> Compiled:
         symbol = ctypes.c_char_p()
         _check(nvrtc.nvrtcGetLoweredName(program, name, ctypes.byref(symbol)), "nvrtcGetLoweredName")
         assert symbol.value is not None
-        # A file's kernels that are no templates are compiled beside the instance.
-        own = log[log.find(f"'{symbol.value.decode()}'") :].split("Compiling entry function")[0]
+        # A file's kernels that are no templates are compiled beside the instance; remarks on it may come before its report.
+        own = log.partition(f"Compiling entry function '{symbol.value.decode()}'")[2].partition("Compiling entry function")[0]
         spills = [int(number) for number in re.findall(r"(\d+) bytes spill", own)]
         registers = [int(number) for number in re.findall(r"Used (\d+) registers", own)]
         warnings = tuple(line for line in log.splitlines() if "warning" in line.lower() or "Performance Loss" in line)

@@ -8,6 +8,11 @@ inline void copy_async(unsigned shared, const void* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
 }
 
+// The same by way of the first-level cache: where another copy takes the rest of the 32 bytes that memory gives at once.
+inline void copy_async_cached(unsigned shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // Start to copy 4 bytes.
 inline void copy_word_async(unsigned shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");

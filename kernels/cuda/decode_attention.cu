@@ -16,6 +16,7 @@
 //       decides which block adds the shares up, not how.
 // Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1 (the combination).
 
+#include "overlap.cuh"
 #include "reduce.cuh"
 
 constexpr int THREADS = 128;  // a feature each in the end, so that this is the largest head dim
@@ -79,6 +80,8 @@ __global__ void __launch_bounds__(THREADS)
     constexpr int TEAMS = THREADS / LANES;  // keys that the block has in hand
     constexpr int PARTS = THREADS / LANES;  // features of a lane
     __shared__ float team_largest[TEAMS], team_total[TEAMS], team_sum[TEAMS][THREADS];
+    let_next_start();
+    wait_for_previous();
     const int b = blockIdx.x / count, t = blockIdx.x % count, head = blockIdx.y, split = blockIdx.z;
     const int group = heads / kv_heads, shared = head / group, team = threadIdx.x / LANES;
     const int held = *length, begin = split * share, end = min(begin + share, held + t + 1);  // the keys begin <= j < end

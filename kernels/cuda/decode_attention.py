@@ -6,7 +6,7 @@ from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
 
 LARGEST_HEAD_DIM = 128
-_DECODE = Kernel("decode_attention.cu", "decode_attention", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8)))
+_DECODE = Kernel("decode_attention.cu", "decode_attention", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8)), early=True)
 _BLOCK = 128
 # Blocks that one multiprocessor gets while there are fewer tokens and heads than that, and the keys below which sharing out
 # does not pay; not tuned.

@@ -11,7 +11,9 @@ import numpy as np
 from cupy.cuda import driver
 
 from kernels.cuda.compile import compile_instance
+from kernels.cuda.early import launch_early
 from kernels.cuda.launch import BF16, Array, Kernel, Template, arguments
+from kernels.cuda.tensor_map import heads_map
 
 # Oldest architecture with bf16 products and asynchronous copies.
 OLDEST = (8, 0)
@@ -43,7 +45,7 @@ class Device:
         self.model = properties["name"].decode()
         if capability < OLDEST:
             raise ValueError(f"runtime.device: {self.model} is too old ({capability}, needed is {OLDEST}); set it to cpu")
-        self.arch = f"sm_{capability[0]}{capability[1]}"
+        self.arch, self._starts_early = f"sm_{capability[0]}{capability[1]}", capability >= (9, 0)
         self.processors = int(properties["multiProcessorCount"])
         self.shared_bytes = int(properties["sharedMemPerBlockOptin"])  # the most that a block may have
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -67,7 +69,11 @@ class Device:
         """Start a kernel instance on the stream; arguments by the names that the .cu file gives them."""
         function = self._functions.get((kernel, template)) or self._load(kernel, template)
         grid, block = (x if isinstance(x, tuple) else (x,) for x in (grid, block))
-        function(grid, block, arguments(kernel, template, given), shared_bytes, self.stream)
+        ordered = arguments(kernel, template, given)
+        if kernel.early and self._starts_early:
+            launch_early(function.ptr, grid, block, ordered, shared_bytes, self.stream.ptr)
+        else:
+            function(grid, block, ordered, shared_bytes, self.stream)
 
     def _load(self, kernel: Kernel, template: Template) -> Any:
         arch = f"{self.arch}a" if kernel.hopper else self.arch
@@ -118,6 +124,10 @@ class Device:
             views.append(self._workspace[offset : offset + size].view(dtype).reshape(shape))
             offset += -(-size // 256) * 256
         return views
+
+    def heads_map(self, array: Array) -> Array:
+        """What a Hopper kernel takes for a (B, T, heads, D) array of bf16."""
+        return heads_map(array)
 
     def upload(self, target: Any, source: Any) -> None:
         """Copy a host array, or a number, into a device array, rounded to bf16 where that is what the target holds."""

@@ -3,8 +3,8 @@
 //     out[row] = weight[token of row] + position_weight[position of row]
 //     dweight[key] += sum over the rows with this key, in order, of dout[row]       (the key: a row's token, or its position)
 //
-// Layout: out and dout (rows, dim), weight (vocab, dim) and position_weight (context, dim) of T; the gradients fp32; tokens and
-// start (rows,) int, rows = B * length; position = t - start.
+// Layout: out (rows, dim), weight (vocab, dim) and position_weight (context, dim) fp32, as the gradients are; dout (rows, dim) of T;
+// tokens and start (rows,) int, rows = B * length; position = t - start.
 // Work: forward, a thread owns a vector of SIZE columns of a row. Backward, four kernels:
 //   count_keys   a block owns ROWS rows and counts each key among them.
 //   make_lists   a thread owns a key: its rows' number, room for their list, and for each block of rows the place of its first
@@ -14,10 +14,11 @@
 //   add_short    a warp owns a key and 32 vectors of columns, and adds up the rows one after another.
 //   add_long     a block owns a key and 32 vectors of columns; each of its WARPS warps adds up every WARPS-th row, and warp by warp they
 //                are then added.
-// Precision: fp32 arithmetic, one rounding to T at the forward pass's store.
+// Precision: fp32 arithmetic, nothing is rounded to T.
 // Determinism: atomics only on integers: counts, which come out the same in any order, and the room for a list and its place among
 // the work, whose order changes from run to run, but not what any list holds nor how it is added up.
 
+#include "overlap.cuh"
 #include "vectors.cuh"
 
 // tokens is null where the key is the position.
@@ -27,19 +28,20 @@ inline int key_of(const int* tokens, const int* start, int row, int length) {
 
 // count: of vectors, below 2^32; elements beyond 2^31 are reached by long long. row_vectors: dim / SIZE.
 // position_weight is null where positions are not learned.
-template <typename T, int SIZE>
+template <int SIZE>
 __global__ void __launch_bounds__(256)
-    embedding_forward(T* out, const int* tokens, const int* start, const T* weight, const T* position_weight, unsigned count,
-                      unsigned row_vectors, int length) {
+    embedding_forward(float* out, const int* tokens, const int* start, const float* weight, const float* position_weight,
+                      unsigned count, unsigned row_vectors, int length) {
+    let_next_start();
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     const int row = i / row_vectors;
     const unsigned column = i % row_vectors * SIZE;
     const long long dim = (long long)row_vectors * SIZE;
-    Packed<T, SIZE> x;
+    Packed<float, SIZE> x;
     x.load(weight + tokens[row] * dim + column);
     if (position_weight) {
-        Packed<T, SIZE> position;
+        Packed<float, SIZE> position;
         position.load(position_weight + (row % length - start[row]) * dim + column);
         x.set([&](int j) { return x(j) + position(j); });
     }

@@ -12,7 +12,7 @@ _SHORT = 32  # rows that one warp adds up; not tuned
 _WARP = 32
 _LONG_WARPS = 16  # that add up a longer list; not tuned
 _SHORT_BLOCKS_A_PROCESSOR, _LONG_BLOCKS_A_PROCESSOR = 8, 4
-_FORWARD = Kernel("embedding.cu", "embedding_forward", VECTOR_TEMPLATES)
+_FORWARD = Kernel("embedding.cu", "embedding_forward", ((4,), (1,)))
 _COUNT_KEYS = Kernel("embedding.cu", "embedding_count_keys", ((CHUNK,),))
 _MAKE_LISTS = Kernel("embedding.cu", "embedding_make_lists", ((_SHORT,),))
 _PLACE_ROWS = Kernel("embedding.cu", "embedding_place_rows", ((CHUNK,),))
@@ -23,12 +23,12 @@ _ADD_LONG = Kernel("embedding.cu", "embedding_add_long", tuple((*template, _LONG
 def embedding_forward(
     device: Device, out: Array, tokens: Array, start: Array, weight: Array, position_weight: Array | None
 ) -> None:
-    """See kernels.cpu.embedding.embedding_forward."""
+    """See kernels.cpu.embedding.embedding_forward. The stream and the parameters are fp32."""
     rows, dim = out.shape
     size = vector_size(dim, out, weight, position_weight)
     count = rows * dim // size
     device.launch(
-        _FORWARD, (out.dtype, size), -(-count // _BLOCK), _BLOCK,
+        _FORWARD, (size,), -(-count // _BLOCK), _BLOCK,
         out=out, tokens=tokens, start=start, weight=weight, position_weight=position_weight, count=count,
         row_vectors=dim // size, length=tokens.shape[1],
     )  # fmt: skip

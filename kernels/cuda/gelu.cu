@@ -8,13 +8,8 @@
 // Precision: fp32 arithmetic, the exponential and the quotient to a few units of fp32, one rounding to T at the store.
 // Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
 
+#include "activation.cuh"
 #include "vectors.cuh"
-
-constexpr float SCALE = 1.5957691216057308f;  // 2 sqrt(2 / pi)
-constexpr float CUBIC = 0.044715f;
-
-// exp(-z) is infinite from z = -89 on, and the quotient then 0, as it should be.
-inline float sigmoid_of_cubic(float x) { return __fdividef(1.0f, 1.0f + exponential(-SCALE * (x + CUBIC * x * x * x))); }
 
 // count: of vectors, below 2^32; elements beyond 2^31 are reached by long long.
 template <typename T, int SIZE, int VECTORS>

@@ -20,6 +20,8 @@ Template = tuple[np.dtype[Any] | int | bool, ...]
 # CuPy has no bf16 of its own: an array of bf16 is one of uint16 that holds its bits.
 BF16 = np.dtype(np.uint16)
 FLOAT = np.dtype(np.float32)
+# A struct that kernels take by value: hopper.cuh's TensorMap, one element of an array of it.
+TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 
 _CUDA_TYPES = {FLOAT: "float", BF16: "bf16"}
 _POINTERS = {
@@ -49,12 +51,14 @@ class Kernel:
         name: the __global__ function.
         instances: the template arguments with which it is launched, all of them, for the test that compiles each.
         hopper: whether it uses instructions of sm_90a alone.
+        early: whether it may start before the kernel before it has ended, see overlap.cuh.
     """
 
     source: str
     name: str
     instances: tuple[Template, ...]
     hopper: bool = False
+    early: bool = False
 
     def expression(self, template: Template) -> str:
         """The instance as C++ writes it."""
@@ -101,7 +105,9 @@ def _argument(kernel: str, parameter: Parameter, value: Any) -> Any:
     if not parameter.pointer:
         if parameter.kind in _SCALARS:
             return _SCALARS[parameter.kind](value)
-        return value  # a struct, a tensor map: NumPy's array of one element, passed by value
+        assert parameter.kind == "TensorMap", f"{kernel}: {parameter.name} is of an unknown type {parameter.kind}"
+        assert value.dtype == TENSOR_MAP and value.size == 1, f"{kernel}: {parameter.name} is no tensor map"
+        return value  # CuPy passes NumPy's arrays of one element by value
     if value is None:
         return np.uint64(0)
     if parameter.kind != "void":

@@ -3,7 +3,7 @@
 from kernels.cuda.columns import add_rows
 from kernels.cuda.device import Device
 from kernels.cuda.launch import FLOAT, Array, Kernel
-from kernels.cuda.rows import BACKWARD, BACKWARD_WARPS, FORWARD, FORWARD_WARPS, row_launch, row_queue, row_templates
+from kernels.cuda.rows import BACKWARD, FORWARD, row_launch, row_queue, row_templates
 
 _FORWARD = Kernel("layernorm.cu", "layernorm_forward", row_templates(FORWARD))
 _BACKWARD = Kernel("layernorm.cu", "layernorm_backward", row_templates(BACKWARD))
@@ -12,15 +12,15 @@ _BACKWARD = Kernel("layernorm.cu", "layernorm_backward", row_templates(BACKWARD)
 def layernorm_forward(
     device: Device, out: Array, mean: Array, rstd: Array, inp: Array, weight: Array, bias: Array, *, eps: float
 ) -> None:
-    """See kernels.cpu.layernorm.layernorm_forward. Reads and writes each activation once; a row has at most 8192 elements."""
-    _forward(device, None, out, mean, rstd, None, inp, weight, bias, eps)
+    """See kernels.cpu.layernorm.layernorm_forward; the stream and the parameters are fp32. A row has at most 8192 elements."""
+    _forward(device, None, out, mean, rstd, inp, None, weight, bias, eps)
 
 
 def residual_layernorm_forward(
     device: Device, residual_out: Array, out: Array, mean: Array, rstd: Array, residual: Array, branch: Array, weight: Array,
     bias: Array, *, eps: float,
 ) -> None:  # fmt: skip
-    """See kernels.cpu.layernorm.residual_layernorm_forward. The sum is rounded before it is normalised."""
+    """See kernels.cpu.layernorm.residual_layernorm_forward; both streams and the parameters are fp32."""
     _forward(device, residual_out, out, mean, rstd, residual, branch, weight, bias, eps)
 
 
@@ -40,15 +40,15 @@ def residual_layernorm_backward(
 
 
 def _forward(
-    device: Device, residual_out: Array | None, out: Array, mean: Array, rstd: Array, residual: Array | None, inp: Array,
-    weight: Array, bias: Array, eps: float,
+    device: Device, residual_out: Array | None, out: Array, mean: Array, rstd: Array, residual: Array,
+    branch: Array | None, weight: Array, bias: Array, eps: float,
 ) -> None:  # fmt: skip
-    rows, dim = inp.shape
-    template, block = row_launch(FORWARD, inp, residual_out, out, residual, weight, bias)
-    blocks, stages, shared_bytes = row_queue(device, inp, block, 2, FORWARD_WARPS)
+    rows, dim = out.shape
+    template, block = row_launch(FORWARD, out, residual_out, residual, branch, weight, bias)
+    blocks, stages, shared_bytes = row_queue(device, out, block, 1)
     device.launch(
         _FORWARD, template, blocks, block, shared_bytes=shared_bytes,
-        residual_out=residual_out, out=out, mean=mean, rstd=rstd, residual=residual, inp=inp, weight=weight, bias=bias,
+        residual_out=residual_out, out=out, mean=mean, rstd=rstd, residual=residual, branch=branch, weight=weight, bias=bias,
         rows=rows, dim=dim, stages=stages, eps=eps,
     )  # fmt: skip
 
@@ -58,12 +58,13 @@ def _backward(
     mean: Array, rstd: Array,
 ) -> None:  # fmt: skip
     rows, dim = inp.shape
-    template, block = row_launch(BACKWARD, inp, dinp, dresidual, dout, weight)
-    blocks, stages, shared_bytes = row_queue(device, inp, block, 3, BACKWARD_WARPS)
+    template, block = row_launch(BACKWARD, dout, dinp, dresidual, inp, weight)
+    blocks, stages, shared_bytes = row_queue(device, dout, block, 2)
     partial_weight, partial_bias = device.workspace(((blocks, dim), FLOAT), ((blocks, dim), FLOAT))
     device.launch(
         _BACKWARD, template, blocks, block, shared_bytes=shared_bytes,
         dinp=dinp, partial_weight=partial_weight, partial_bias=partial_bias, dresidual=dresidual, dout=dout, inp=inp,
-        weight=weight, mean=mean, rstd=rstd, rows=rows, dim=dim, stages=stages,
+        weight=weight, mean=mean, rstd=rstd, rows=rows, dim=dim,
+        stages=stages,
     )  # fmt: skip
     add_rows(device, dweight, partial_weight, dbias, partial_bias)

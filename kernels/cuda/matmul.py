@@ -8,19 +8,16 @@ Both sum in fp32 and round once to the type of the result.
 
 from typing import Any
 
-from kernels.cuda import cublaslt
+from kernels.cuda import cublaslt, linear_rows
 from kernels.cuda.bias import bias_forward
 from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Kernel
-from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
+from kernels.cuda.vectors import vector_size
 
 # (type of the result; whether the sum runs along the rows of a, of b; whether 16 bytes are copied at once): the three products.
 _LAYOUTS = ((BF16, True, True), (BF16, True, False), (FLOAT, False, False))
 _MMA = Kernel("matmul_mma.cu", "matmul_mma", tuple((*layout, wide) for layout in _LAYOUTS for wide in (True, False)))
 _TILED = Kernel("matmul_tiled.cu", "matmul_tiled", tuple(layout[1:] for layout in _LAYOUTS))
-# Up to so many rows, as decoding has, a product is read off the weight by a warp an output, whatever the backend.
-_FEW_ROWS, _ROWS_WARPS = 4, 4
-_ROWS = Kernel("matmul_rows.cu", "matmul_rows", tuple((*t, rows) for t in VECTOR_TEMPLATES for rows in range(1, _FEW_ROWS + 1)))
 # The kernels' TILE and THREADS, and the bytes of _MMA's stages.
 _TILE = 128
 _MMA_THREADS, _MMA_SHARED_BYTES = 128, 65536
@@ -33,14 +30,9 @@ def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = 
 
     With our own matrix kernel, and where rows are no multiple of 16 bytes, there is a second rounding before the bias.
     """
-    (rows, outputs), inputs = out.shape, inp.shape[1]
-    if rows <= _FEW_ROWS:
-        size = vector_size(inputs, inp, weight)
-        device.launch(
-            _ROWS, (inp.dtype, size, rows), -(-outputs // _ROWS_WARPS), 32 * _ROWS_WARPS,
-            out=out, inp=inp, weight=weight, bias=bias, outputs=outputs, inputs=inputs,
-        )  # fmt: skip
-    elif device.matmul == "cublaslt" and (bias is None or vector_size(outputs, out, bias) > 1):
+    if len(inp) <= linear_rows.MOST_ROWS:  # whatever the backend
+        linear_rows.linear_rows(device, out, inp, weight, bias)
+    elif device.matmul == "cublaslt" and (bias is None or vector_size(out.shape[1], out, bias) > 1):
         cublaslt.multiply(device, out, inp, weight, False, True, False, device.precision, bias)
     else:
         _multiply(device, out, inp, weight, transpose_b=True)

@@ -14,6 +14,15 @@ int row_column(int v) {
     return (threadIdx.x + v * blockDim.x) * SIZE;
 }
 
+// A thread's v-th vector of a row.
+template <int SIZE, typename T>
+Packed<T, SIZE> load_vector(const T* row, int v, int dim) {
+    Packed<T, SIZE> found;
+    found.clear();
+    if (row_column<SIZE>(v) < dim) found.load(row + row_column<SIZE>(v));
+    return found;
+}
+
 template <typename T, int SIZE, int VECTORS>
 struct Row {
     Packed<T, SIZE> part[VECTORS];
@@ -29,10 +38,7 @@ struct Row {
 
     void load(const T* row, int dim) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; v++) {
-            part[v].clear();
-            if (row_column<SIZE>(v) < dim) part[v].load(row + row_column<SIZE>(v));
-        }
+        for (int v = 0; v < VECTORS; v++) part[v] = load_vector<SIZE>(row, v, dim);
     }
 
     void store(T* row, int dim) const {
@@ -51,19 +57,47 @@ struct Row {
     }
 };
 
-// The rows of ARRAYS arrays that a warp or block works on one after the other, gridDim.x * blockDim.y apart, on their way to shared
-// memory while an earlier one is worked on: waiting for a row only when it is needed would leave the memory idle meanwhile.
-// A thread copies and reads its own vectors alone, so that no barrier is needed.
+// Loads stay on their side of it: what is read again is loaded again, and a vector not before the one before is done with, as there
+// are no registers to hold them.
+inline void separate_loads() { asm volatile("" ::: "memory"); }
+
+// Start to copy a thread's vectors of a row to the same places of a row in shared memory.
+template <int SIZE, int VECTORS, typename T>
+void copy_row(T* to, const T* row, int dim) {
+    constexpr int BYTES = SIZE * sizeof(T);
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        const int column = row_column<SIZE>(v);
+        if (column >= dim) continue;
+        if constexpr (BYTES == 16) {
+            copy_async(shared_address(to + column), row + column, true);
+        } else if constexpr (BYTES == 32) {
+            copy_async_cached(shared_address(to + column), row + column);
+            copy_async_cached(shared_address(to + column + SIZE / 2), row + column + SIZE / 2);
+        } else {
+            to[column] = row[column];
+        }
+    }
+}
+
+// The rows of the stream and of ARRAYS arrays of T that a warp or block works on one after the other, gridDim.x * blockDim.y
+// apart, on their way to shared memory while an earlier one is worked on: to ask for a row only when the one before is done would
+// leave the memory idle meanwhile. A thread copies and reads its own vectors alone, so that no barrier is needed.
 template <typename T, int SIZE, int VECTORS, int ARRAYS>
 struct RowQueue {
+    const float* stream_from;
     const T* from[ARRAYS];  // null for an array that there is not
-    T* memory;              // (stages, ARRAYS, dim), this threadIdx.y's
+    float* stream_held;     // (stages, dim), this threadIdx.y's
+    T* held;                // (stages, ARRAYS, dim)
     int row, rows, dim, stages, stage;
 
-    // `shared` holds (blockDim.y, stages, ARRAYS, dim) elements; stages is 1 or 2: rows that are there or on their way.
-    RowQueue(void* shared, const T* const (&arrays)[ARRAYS], int rows, int dim, int stages)
-        : memory(static_cast<T*>(shared) + threadIdx.y * stages * ARRAYS * dim),
-          row(blockIdx.x * blockDim.y + threadIdx.y), rows(rows), dim(dim), stages(stages), stage(0) {
+    // `shared`: (blockDim.y, stages, dim) floats, then (blockDim.y, stages, ARRAYS, dim) elements of T. stages: 1 or 2, the rows that
+    // are there or on their way.
+    RowQueue(float4* shared, const float* stream, const T* const (&arrays)[ARRAYS], int rows, int dim, int stages)
+        : stream_from(stream), row(blockIdx.x * blockDim.y + threadIdx.y), rows(rows), dim(dim), stages(stages), stage(0) {
+        float* const floats = reinterpret_cast<float*>(shared);
+        stream_held = floats + threadIdx.y * stages * dim;
+        held = reinterpret_cast<T*>(floats + blockDim.y * stages * dim) + threadIdx.y * stages * ARRAYS * dim;
 #pragma unroll
         for (int a = 0; a < ARRAYS; a++) from[a] = arrays[a];
         fetch(row);
@@ -77,19 +111,11 @@ struct RowQueue {
 
     void fetch(int next) {
         if (next < rows) {
+            const long long start = (long long)next * dim;
+            copy_row<SIZE, VECTORS>(stream_held + stage * dim, stream_from + start, dim);
 #pragma unroll
-            for (int a = 0; a < ARRAYS; a++) {
-                if (!from[a]) continue;
-                const T* const source = from[a] + (long long)next * dim;
-                T* const target = memory + (stage * ARRAYS + a) * dim;
-#pragma unroll
-                for (int v = 0; v < VECTORS; v++) {
-                    const int column = row_column<SIZE>(v);
-                    if (column >= dim) continue;
-                    if constexpr (SIZE * sizeof(T) == 16) copy_async(shared_address(target + column), source + column, true);
-                    else target[column] = source[column];
-                }
-            }
+            for (int a = 0; a < ARRAYS; a++)
+                if (from[a]) copy_row<SIZE, VECTORS>(held + (stage * ARRAYS + a) * dim, from[a] + start, dim);
         }
         commit_copies();  // also where there is nothing to copy: the waits count groups
     }
@@ -100,11 +126,10 @@ struct RowQueue {
         else wait_copies<1>();
     }
 
-    // Array a's elements of `row`; zeros where there is no such array.
-    Row<T, SIZE, VECTORS> get(int a) const {
-        Row<T, SIZE, VECTORS> found;
-        found.load(memory + (stage * ARRAYS + a) * dim, from[a] ? dim : 0);
-        return found;
+    // The thread's v-th vector of the stream's `row`, and of array a's; zeros where there is no such array.
+    Packed<float, SIZE> stream(int v) const { return load_vector<SIZE>(stream_held + stage * dim, v, dim); }
+    Packed<T, SIZE> get(int a, int v) const {
+        return load_vector<SIZE>(held + (stage * ARRAYS + a) * dim, v, from[a] ? dim : 0);
     }
 
     // On to the next row; what this one lay in is overwritten.

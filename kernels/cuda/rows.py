@@ -1,4 +1,4 @@
-"""Launch shapes of the kernels that hold a row in registers and have the next on its way (rows.cuh)."""
+"""Launch shapes of the kernels that pass over a row more than once and have the next on its way (rows.cuh)."""
 
 from typing import Any
 
@@ -10,10 +10,9 @@ from kernels.cuda.vectors import VECTOR_BYTES, vector_size
 
 _WARP = 32
 _WARPS = 8  # of a block whose warps own rows; not tuned
-# Warps that a processor holds at once, by their registers; not tuned.
-FORWARD_WARPS, BACKWARD_WARPS = 24, 16
+RESIDENT_WARPS = 16  # that a processor holds at once, by their registers; not tuned
 _STAGES = 2  # rows of a warp or block that are there or on their way
-_STATIC_BYTES = 1024  # of shared memory, at most, for a block's sums
+_OTHER_SHARED_BYTES = 1024  # of shared memory, at most, for a block's sums
 _LARGEST_BLOCK = 512  # the kernels' __launch_bounds__
 _ONE_BY_ONE = 8  # elements a thread where rows allow no vectors
 LONGEST_ROW = 8192  # where 16 bytes divide its length; else half of it
@@ -47,14 +46,15 @@ def row_launch(choice: Choice, inp: Array, *arrays: Array | None) -> tuple[Templ
     return (inp.dtype, size, elements // size), (threads, min(_WARPS, len(inp)) if threads == _WARP else 1)
 
 
-def row_queue(device: Device, inp: Array, block: tuple[int, int], arrays: int, warps: int) -> tuple[int, int, int]:
-    """Blocks, stages of their queues of `arrays` arrays' rows, and bytes of shared memory for these.
+def row_queue(device: Device, inp: Array, block: tuple[int, int], arrays: int) -> tuple[int, int, int]:
+    """Blocks that a GPU holds at once, but no more than have rows; stages of their queues; bytes of shared memory for these.
 
     Args:
-        warps: that a processor holds at once; there are no more blocks than have rows.
+        inp: one of the arrays of the storage type.
+        arrays: how many of these are queued beside the stream.
     """
     rows, dim = inp.shape
-    blocks = device.processors * max(1, warps * _WARP // (block[0] * block[1]))
-    stage_bytes = block[1] * arrays * dim * inp.dtype.itemsize
-    stages = _STAGES if _STAGES * stage_bytes <= device.shared_bytes - _STATIC_BYTES else 1
+    blocks = device.processors * max(1, RESIDENT_WARPS * _WARP // (block[0] * block[1]))
+    stage_bytes = block[1] * dim * (FLOAT.itemsize + arrays * inp.dtype.itemsize)
+    stages = _STAGES if _STAGES * stage_bytes <= device.shared_bytes - _OTHER_SHARED_BYTES else 1
     return min(blocks, -(-rows // block[1])), stages, stages * stage_bytes

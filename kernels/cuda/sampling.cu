@@ -14,6 +14,7 @@
 //            in an array that is sorted next.
 // Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p).
 
+#include "overlap.cuh"
 #include "reduce.cuh"
 
 using Code = unsigned long long;
@@ -167,6 +168,7 @@ Code find(const T* row, int vocab_size, Code lowest, int count, double target, b
 
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(BLOCK) sampling_greedy(int* out, const T* logits, int width, int vocab_size) {
+    wait_for_previous();
     const Code best = first_of<T, SIZE>(logits + (long long)blockIdx.x * width, vocab_size);
     if (threadIdx.x == 0) out[blockIdx.x] = best == NO_CODE ? 0 : id_of(best);
 }
@@ -175,6 +177,7 @@ template <typename T, int SIZE>
 __global__ void __launch_bounds__(BLOCK)
     sampling_draw(int* out, const T* logits, const double* uniform, int width, int vocab_size, double inverse_temperature,
                   int top_k, double top_p) {
+    wait_for_previous();
     const T* row = logits + (long long)blockIdx.x * width;
     const Code best = first_of<T, SIZE>(row, vocab_size);
     if (best == NO_CODE) {  // the whole block

@@ -4,8 +4,8 @@ from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
 
 _INSTANCES = ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
-_GREEDY = Kernel("sampling.cu", "sampling_greedy", _INSTANCES)
-_DRAW = Kernel("sampling.cu", "sampling_draw", _INSTANCES)
+_GREEDY = Kernel("sampling.cu", "sampling_greedy", _INSTANCES, early=True)
+_DRAW = Kernel("sampling.cu", "sampling_draw", _INSTANCES, early=True)
 _BAN = Kernel("ban.cu", "ban", ((FLOAT,), (BF16,)))
 _BLOCK = 1024  # sampling.cu's
 _BAN_BLOCK = 64

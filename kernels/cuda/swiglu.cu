@@ -8,10 +8,8 @@
 // Precision: fp32 arithmetic, the exponential and the quotient to a few units of fp32, one rounding to T at each store.
 // Source: Shazeer 2020, arXiv:2002.05202, equation 6.
 
+#include "activation.cuh"
 #include "vectors.cuh"
-
-// exp(-gate) is infinite from gate = -89 on, and the quotient then 0, as it should be.
-inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exponential(-x)); }
 
 // count: of out's vectors, below 2^32; elements beyond 2^31 are reached by long long. row_vectors: width / SIZE.
 template <typename T, int SIZE>

@@ -1,5 +1,5 @@
-// SIZE neighbouring elements that one instruction loads and stores, at an address that is a multiple of their bytes: the launcher
-// picks SIZE so (kernels/cuda/vectors.py).
+// SIZE neighbouring elements that are loaded and stored 16 bytes at a time, at an address that is a multiple of 16, or one element:
+// the launcher picks SIZE so (kernels/cuda/vectors.py).
 #pragma once
 
 #include "reduce.cuh"
@@ -14,7 +14,7 @@ inline unsigned pack(float lower, float upper) {
 template <typename T, int SIZE>
 struct Packed {
     static constexpr int BYTES = SIZE * sizeof(T), WORDS = BYTES < sizeof(unsigned) ? 1 : BYTES / sizeof(unsigned);
-    static_assert(BYTES == 16 || SIZE == 1);
+    static_assert(BYTES % 16 == 0 || SIZE == 1);
     unsigned word[WORDS];
 
     float operator()(int j) const {
@@ -38,9 +38,12 @@ struct Packed {
     }
 
     void load(const T* address) {
-        if constexpr (BYTES == 16) {
-            const uint4 all = *reinterpret_cast<const uint4*>(address);
-            word[0] = all.x, word[1] = all.y, word[2] = all.z, word[3] = all.w;
+        if constexpr (BYTES % 16 == 0) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4) {
+                const uint4 four = reinterpret_cast<const uint4*>(address)[i / 4];
+                word[i] = four.x, word[i + 1] = four.y, word[i + 2] = four.z, word[i + 3] = four.w;
+            }
         } else if constexpr (BYTES == sizeof(unsigned)) {
             word[0] = *reinterpret_cast<const unsigned*>(address);
         } else {
@@ -50,8 +53,11 @@ struct Packed {
 
     void store(T* address) const {
         // An ordinary store of four words is at times split into four.
-        if constexpr (BYTES == 16) __stwb(reinterpret_cast<uint4*>(address), make_uint4(word[0], word[1], word[2], word[3]));
-        else if constexpr (BYTES == sizeof(unsigned)) *reinterpret_cast<unsigned*>(address) = word[0];
+        if constexpr (BYTES % 16 == 0) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4)
+                __stwb(reinterpret_cast<uint4*>(address) + i / 4, make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]));
+        } else if constexpr (BYTES == sizeof(unsigned)) *reinterpret_cast<unsigned*>(address) = word[0];
         else *reinterpret_cast<unsigned short*>(address) = (unsigned short)word[0];
     }
 };

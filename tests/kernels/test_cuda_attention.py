@@ -1,4 +1,4 @@
-"""Attention on the GPU, by tensor cores and in plain fp32 arithmetic, against the CPU's."""
+"""Attention on the GPU, by Hopper's and by every GPU's tensor cores and in plain fp32 arithmetic, against the CPU's."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,8 @@ from tests.cuda import STORAGES, Gpu, Side, assert_calibrated_op, gpu
 
 pytestmark = pytest.mark.gpu
 
-# Every head width that has a tensor-core kernel, tiles that end inside a row or a document, and many tiles a row.
+# Every head width that has a tensor-core kernel, tiles that end inside a row or a document, many tiles a row, and more tiles than
+# multiprocessors.
 TILED = (
     Attention(2, 130, 4, 2, 32, 0.02),
     Attention(1, 257, 2, 2, 64, 0.0),
@@ -21,9 +22,12 @@ TILED = (
     Attention(1, 1024, 4, 4, 64, 0.0),
     Attention(2, 1030, 4, 1, 64, 0.003),
     Attention(3, 1, 2, 2, 64, 0.0),
+    Attention(2, 513, 4, 2, 128, 0.01),
+    Attention(9, 300, 8, 8, 64, 0.01),
 )
 FLOAT, BF16 = STORAGES
-KERNELS = [(FLOAT, "scalar"), (BF16, "scalar"), (BF16, "mma")]
+KERNELS = [(FLOAT, "scalar"), (BF16, "scalar"), (BF16, "mma"), (BF16, "hopper")]
+IDS = ("fp32-scalar", "bf16-scalar", "bf16-mma", "bf16-hopper")
 
 
 def attention(side: Side, a: Arrays) -> Arrays:
@@ -39,7 +43,7 @@ def attention(side: Side, a: Arrays) -> Arrays:
 
 # A tile or a head too many or too few, a key of another document, a fragment in the wrong lane.
 @pytest.mark.parametrize("case", [*ATTENTION, *TILED])
-@pytest.mark.parametrize(("storage", "kernel"), KERNELS, ids=("fp32-scalar", "bf16-scalar", "bf16-mma"))
+@pytest.mark.parametrize(("storage", "kernel"), KERNELS, ids=IDS)
 def test_attention(case: Attention, storage: np.dtype[np.generic], kernel: str) -> None:
     gpu().attention = kernel
     rng = np.random.default_rng(case[:5])
@@ -78,7 +82,7 @@ def test_decode(case: Attention, new: int, storage: np.dtype[np.generic]) -> Non
 
 
 # Weights of tokens that are far apart, where a running maximum that is not carried along overflows or loses what came before.
-@pytest.mark.parametrize(("storage", "kernel"), KERNELS, ids=("fp32-scalar", "bf16-scalar", "bf16-mma"))
+@pytest.mark.parametrize(("storage", "kernel"), KERNELS, ids=IDS)
 def test_large_scores(storage: np.dtype[np.generic], kernel: str) -> None:
     gpu().attention = kernel
     rng = np.random.default_rng(0)

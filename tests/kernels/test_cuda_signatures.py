@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("cupy")
 
 from kernels.cpu import CpuOps
-from kernels.cuda.launch import BF16, FLOAT, Kernel, Template, arguments
+from kernels.cuda.launch import BF16, FLOAT, TENSOR_MAP, Kernel, Template, arguments
 
-ATTENTIONS, MATMUL = ("mma", "scalar"), "own"  # cuBLASLt has no kernels here
+ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
 STORAGES = (FLOAT, BF16)
 
 Calls = Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]
@@ -70,6 +70,11 @@ class RecordingDevice:
     def workspace(self, *parts: tuple[tuple[int, ...], Any]) -> list[HostArray]:
         """Arrays of these shapes and dtypes."""
         return [array(shape, dtype) for shape, dtype in parts]
+
+    def heads_map(self, target: HostArray) -> Any:
+        """As Device's, of nothing."""
+        assert target.ndim == 4 and target.dtype == BF16 and target.flags.c_contiguous
+        return np.zeros(1, TENSOR_MAP)
 
     def fill_zero(self, target: HostArray) -> None:
         """As Device's."""
@@ -126,18 +131,18 @@ class Maker:
 def row_calls(m: Maker, s: Sizes) -> Calls:
     """Operations over rows of activations."""
     rows, dim, t, f = s.batch * s.length, s.dim, m.stored, m.single
-    x, weight, statistic, gradient = (lambda: t(rows, dim)), (lambda: t(dim)), (lambda: f(rows)), (lambda: f(dim))
-    yield "rmsnorm_forward", (x(), statistic(), x(), weight()), {"eps": 1e-5}
-    yield "residual_rmsnorm_forward", (x(), x(), statistic(), x(), x(), weight()), {"eps": 1e-5}
-    yield "rmsnorm_backward", (x(), gradient(), x(), x(), weight(), statistic()), {}
-    yield "residual_rmsnorm_backward", (x(), gradient(), x(), x(), x(), weight(), statistic()), {}
-    two = statistic(), statistic()
-    yield "layernorm_forward", (x(), *two, x(), weight(), weight()), {"eps": 1e-5}
-    yield "residual_layernorm_forward", (x(), x(), *two, x(), x(), weight(), weight()), {"eps": 1e-5}
-    yield "layernorm_backward", (x(), gradient(), gradient(), x(), x(), weight(), *two), {}
-    yield "residual_layernorm_backward", (x(), gradient(), gradient(), x(), x(), x(), weight(), *two), {}
-    yield "bias_forward", (x(), x(), weight()), {}
-    yield "bias_backward", (gradient(), x()), {}
+    x, stream, statistic, vector = (lambda: t(rows, dim)), (lambda: f(rows, dim)), (lambda: f(rows)), (lambda: f(dim))
+    yield "rmsnorm_forward", (x(), statistic(), stream(), vector()), {"eps": 1e-5}
+    yield "residual_rmsnorm_forward", (stream(), x(), statistic(), stream(), x(), vector()), {"eps": 1e-5}
+    yield "rmsnorm_backward", (x(), vector(), x(), stream(), vector(), statistic()), {}
+    yield "residual_rmsnorm_backward", (x(), vector(), x(), x(), stream(), vector(), statistic()), {}
+    two, parameters = (statistic(), statistic()), (vector(), vector())
+    yield "layernorm_forward", (x(), *two, stream(), *parameters), {"eps": 1e-5}
+    yield "residual_layernorm_forward", (stream(), x(), *two, stream(), x(), *parameters), {"eps": 1e-5}
+    yield "layernorm_backward", (x(), *parameters, x(), stream(), vector(), *two), {}
+    yield "residual_layernorm_backward", (x(), *parameters, x(), x(), stream(), vector(), *two), {}
+    yield "bias_forward", (x(), x(), t(dim)), {}
+    yield "bias_backward", (vector(), x()), {}
     yield "gelu_forward", (x(), x()), {}
     yield "gelu_backward", (x(), x(), x()), {}
     yield "swiglu_forward", (x(), t(rows, 2 * dim)), {}
@@ -147,13 +152,19 @@ def row_calls(m: Maker, s: Sizes) -> Calls:
 def product_calls(m: Maker, s: Sizes) -> Calls:
     """Embedding and products."""
     rows, dim, t, f, ids = s.batch * s.length, s.dim, m.stored, m.single, m.ids(s.batch, s.length)
-    for position, dposition in ((None, None), (t(s.length, dim), f(s.length, dim))):
-        yield "embedding_forward", (t(rows, dim), ids, ids, t(s.padded_vocab, dim), position), {}
+    for position, dposition in ((None, None), (f(s.length, dim), f(s.length, dim))):
+        yield "embedding_forward", (f(rows, dim), ids, ids, f(s.padded_vocab, dim), position), {}
         yield "embedding_backward", (f(s.padded_vocab, dim), dposition, t(rows, dim), ids, ids), {}
     inp, weight, out = t(rows, dim), t(s.padded_vocab, dim), t(rows, s.padded_vocab)
     yield "matmul_forward", (out, inp, weight), {}
     for few in range(1, 5):
         yield "matmul_forward", (t(few, s.padded_vocab), t(few, dim), weight, t(s.padded_vocab)), {}
+    rope = (m.ids(1, 4), f(8, 2, 2), 3)
+    for parts in ((f(dim),), (f(dim), f(dim))):
+        for options in ({}, {"activation": "gelu"}, {"activation": "swiglu"}, {"rope": rope}):
+            wide = t(4, s.padded_vocab // (2 if options == {"activation": "swiglu"} else 1))
+            yield "norm_linear_rows", (wide, f(4, dim), parts, weight, t(s.padded_vocab)), {"eps": 1e-5, **options}
+    yield "residual_linear_rows", (f(4, s.padded_vocab), t(4, dim), weight), {}
     for add in (False, True):
         yield "matmul_backward", (inp, f(s.padded_vocab, dim), out, inp, weight), {"add_dinp": add}
 
@@ -199,7 +210,7 @@ def calls(storage: np.dtype[Any], sizes: Sizes) -> Calls:
 
 def module_of(name: str) -> Any:
     """The launchers' module of an operation's function."""
-    operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
+    operation = name.removeprefix("norm_").removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
     return import_module(f"kernels.cuda.{'sampling' if name == 'ban' else operation}")
 
 
@@ -220,11 +231,24 @@ def test_launches_are_what_kernels_take(sizes: Sizes, storage: np.dtype[Any], at
     assert launched_by(storage, attention, sizes)
 
 
+# A struct's bytes go to the kernel as they are: nothing there would notice an array, or half a map.
+def test_only_tensor_maps_pass_as_such() -> None:
+    from kernels.cuda.attention import _HOPPER_FORWARD as kernel
+
+    template = kernel.instances[0]
+    given: dict[str, Any] = {p.name: None if p.pointer else 1 for p in kernel.parameters(template)}
+    given |= {"out_map": np.zeros(1, TENSOR_MAP), "qkv_map": np.zeros(1, TENSOR_MAP)}
+    assert len(arguments(kernel, template, given)) == len(given)
+    for wrong in (np.zeros(2, TENSOR_MAP), np.zeros(16, np.uint64)):
+        with pytest.raises(AssertionError, match="out_map is no tensor map"):
+            arguments(kernel, template, {**given, "out_map": wrong})
+
+
 # An operation that is not checked here.
 def test_every_operation_is_called() -> None:
     operations = {name for name, value in vars(CpuOps).items() if isinstance(value, staticmethod)}
     called = {name for name, _, _ in calls(FLOAT, SIZES[0])}
-    assert called == operations
+    assert called == operations | {"norm_linear_rows", "residual_linear_rows"}  # which the GPU alone has
 
 
 # An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.

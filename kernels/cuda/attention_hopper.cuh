@@ -1,0 +1,55 @@
+// What the two passes of attention on Hopper share: their warpgroups, and tiles of rows of HEAD_DIM bf16 as HEAD_DIM / 64 parts,
+// tiles of hopper.cuh, one after the other.
+#pragma once
+
+#include "hopper.cuh"
+
+constexpr int GROUPS = 2;       // warpgroups that multiply
+constexpr int GROUP_ROWS = 64;  // rows of a product, and of a copy
+constexpr int KEYS = 128;       // rows of a tile of keys or values
+constexpr float LOG2_E = 1.4426950408889634f;
+
+inline float minus_infinity() { return __int_as_float(0xff800000); }
+
+// Barriers side by side in shared memory.
+struct Barriers {
+    unsigned address;
+
+    explicit Barriers(unsigned address) : address(address) {}
+    unsigned operator[](int i) const { return address + 8 * i; }
+    unsigned end(int count) const { return address + 8 * count; }
+
+    void init(int count, int arrivals) const {
+        for (int i = 0; i < count; i++) init_barrier(address + 8 * i, arrivals);
+    }
+};
+
+// Start to copy ROWS rows of a head to a tile, `full` being told. One thread.
+template <int HEAD_DIM, int ROWS>
+void load_rows(unsigned tile, const TensorMap& map, unsigned full, int head, int row, int b) {
+    arrive_expecting(full, ROWS * HEAD_DIM * 2);
+#pragma unroll
+    for (int part = 0; part < HEAD_DIM / 64; part++)
+#pragma unroll
+        for (int i = 0; i < ROWS; i += GROUP_ROWS)
+            load_box(tile + (part * ROWS + i) * TILE_ROW_BYTES, map, full, part * 64, head, row + i, b);
+}
+
+// The reverse, of a warpgroup's rows.
+template <int HEAD_DIM>
+void store_rows(const TensorMap& map, unsigned tile, int head, int row, int b) {
+#pragma unroll
+    for (int part = 0; part < HEAD_DIM / 64; part++)
+        store_box(map, tile + part * GROUP_ROWS * TILE_ROW_BYTES, part * 64, head, row, b);
+    commit_stores();
+}
+
+// A warpgroup's sum, rounded, to a part of its tile.
+inline void store_sum(unsigned tile, const float (&sum)[32]) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        unsigned fragment[4];
+        round_fragment(fragment, sum, k);
+        store_fragment(tile, k, fragment);
+    }
+}

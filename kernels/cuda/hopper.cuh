@@ -1,0 +1,231 @@
+// What Hopper (sm_90a) adds, one function an instruction: the copy engine (TMA), barriers in shared memory that count bytes,
+// products of a whole warpgroup (wgmma), and registers handed from one warpgroup to another.
+//
+// A warpgroup is 4 warps, the first of which has a number that 4 divides. Shared memory is addressed by 32-bit byte addresses.
+//
+// Tiles: rows of 64 bf16, 128 bytes, the first at a multiple of 1024. The copy engine stores the 16-byte chunk c of row r in the
+// place of chunk c ^ (r % 8) ("128-byte swizzle"), so that 8 rows of one column lie in different banks; wgmma reads it so. Wider
+// rows are several tiles.
+//
+// Products: sum (64 x N) += a (64 x 16) b (16 x N) of bf16, fp32 sums. Fragments are those of mma.cuh, of 64 rows: warp w of the
+// warpgroup holds rows 16 w .., and sum[4 j + e] is row g (+ 8 from e = 2 on), column 8 j + 2 t (+ 1 where e is odd). A factor
+// in shared memory is a descriptor of its tile; "rows of k": the tile's rows go along k (else a row is one row of a, or one
+// column of b). A product runs on while the threads do: from the call until wait_products says so its registers and tiles
+// belong to it. hold() keeps the compiler from reading a sum earlier than the wait before it.
+#pragma once
+
+#include "mma.cuh"
+
+constexpr int WARPGROUP = 4 * WARP;
+constexpr int TILE_ROW_BYTES = 128, TILE_COLUMNS = TILE_ROW_BYTES / 2;
+
+// CUtensorMap of cuda.h: where an array lies, its extents, and the box that is copied at a time. kernels/cuda/tensor_map.py.
+struct alignas(64) TensorMap {
+    unsigned long long opaque[16];
+};
+
+// ---- barriers in shared memory. A phase ends when `arrivals` threads have arrived and all expected bytes are there; waiting
+// for a phase by its parity returns at once if that phase is over. Waiting on a new barrier for parity 1 returns at once.
+
+inline void init_barrier(unsigned barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// After init_barrier: the copy engine, too, sees it. A __syncthreads must follow for the other threads.
+inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+inline void arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrive, and let the phase last until `bytes` more have been copied.
+inline void arrive_expecting(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+inline bool phase_is_over(unsigned barrier, int parity) {
+    int over;
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.s32 %0, 1, 0, p;\n}"
+                 : "=r"(over)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return over;
+}
+
+inline void wait(unsigned barrier, int parity) {
+    while (!phase_is_over(barrier, parity)) {}
+}
+
+// Hardware barrier `id` (1 to 15; 0 is __syncthreads') among `threads` threads of whole warps.
+inline void sync_threads(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// The same for threads that others wait for, but that need not wait.
+inline void arrive_threads(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// ---- the copy engine. One thread calls; rows past an array's end are read as zeros and not written.
+
+// What this thread wrote to shared memory is there for the copy engine and for wgmma, which read it by another way; and what it
+// wrote, or has seen written, in the GPU's memory.
+inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// Start to copy a box of map (d, head, row, batch) to a tile; its bytes count at the barrier.
+inline void load_box(unsigned tile, const TensorMap& map, unsigned barrier, int d, int head, int row, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+            tile),
+        "l"(&map), "r"(barrier), "r"(d), "r"(head), "r"(row), "r"(batch)
+        : "memory");
+}
+
+inline void store_box(const TensorMap& map, unsigned tile, int d, int head, int row, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5}], [%0];" ::"r"(tile), "l"(&map),
+                 "r"(d), "r"(head), "r"(row), "r"(batch)
+                 : "memory");
+}
+
+// Start to copy `bytes`, of which 16 divides all three, to shared memory, where they count at the barrier.
+inline void load_bytes(unsigned target, const float* source, int bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// The reverse; or to add them there as floats.
+inline void store_bytes(float* target, unsigned source, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
+}
+
+inline void add_floats(float* target, unsigned source, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(source),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// The stores that this thread started: their sources have been read, or all has been written.
+inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// ---- between blocks: what was written before a release is seen by whom an acquire has shown its value.
+
+inline int load_acquire(const int* address) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+inline void store_release(int* address, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// ---- registers: each warp of a warpgroup gives some up, or waits for more. The kernel needs __launch_bounds__(threads, 1).
+
+template <int COUNT>
+void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Warp: four 8 x 8 matrices to shared memory, the counterpart of load_matrices.
+inline void store_matrices(unsigned row, const unsigned (&value)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(value[0]), "r"(value[1]),
+                 "r"(value[2]), "r"(value[3])
+                 : "memory");
+}
+
+// Elements 8 k .. 8 k + 7 of a sum, rounded: columns 16 k .. of its rows as a left factor, and as store_fragment takes them.
+template <int COUNT>
+void round_fragment(unsigned (&a)[4], const float (&sum)[COUNT], int k) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) a[e] = pack(sum[8 * k + 2 * e], sum[8 * k + 2 * e + 1]);
+}
+
+// Warpgroup: the fragment's 64 rows go to columns 16 k .. (k < 4) of a tile's rows. `rows`: those rows' address, of which 1024 is
+// a divisor.
+inline void store_fragment(unsigned rows, int k, const unsigned (&a)[4]) {
+    const unsigned lane = threadIdx.x % WARP, row = threadIdx.x % WARPGROUP / WARP * 16 + lane % 16;
+    store_matrices(rows + row * TILE_ROW_BYTES + ((2 * k + lane / 16) ^ lane % 8) * 16, a);
+}
+
+// ---- products of a warpgroup.
+
+// A tile as wgmma wants it: address, 1024 bytes from 8 rows to the next 8, 128-byte swizzle (PTX ISA, "matrix descriptor").
+// The distance of tiles side by side is not used: no factor here is wider than a tile along its rows.
+inline unsigned long long tile_descriptor(unsigned tile) {
+    return (tile & 0x3ffff) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
+}
+
+// The same tile from `bytes` on. Along a row: 32 bytes are 16 columns. Along the rows: 2048 bytes are 16 of them.
+inline unsigned long long advance(unsigned long long descriptor, int bytes) { return descriptor + (bytes >> 4); }
+
+// Before the first product: registers written by now are there for it.
+inline void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// The same groups as those of copies: a commit ends one, a wait lasts until all but the last PENDING are done.
+inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+template <int COUNT>
+void hold(float (&sum)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+// sum (64 x 128) = or += a b, both factors in shared memory. A_ROWS_OF_K, B_ROWS_OF_K: see above.
+template <bool A_ROWS_OF_K = false, bool B_ROWS_OF_K = false>
+void multiply_tiles(float (&d)[64], unsigned long long a, unsigned long long b, bool add) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, add, 1, 1, %67, %68;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"((int)add), "n"((int)A_ROWS_OF_K), "n"((int)B_ROWS_OF_K));
+}
+
+// sum (64 x 64) = or += a b, both factors in shared memory. A_ROWS_OF_K, B_ROWS_OF_K: see above.
+template <bool A_ROWS_OF_K = false, bool B_ROWS_OF_K = false>
+void multiply_tiles(float (&d)[32], unsigned long long a, unsigned long long b, bool add) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, add, 1, 1, %35, %36;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"((int)add), "n"((int)A_ROWS_OF_K), "n"((int)B_ROWS_OF_K));
+}
+
+// sum (64 x 64) += a b, a in registers, b a tile whose rows go along k.
+inline void multiply_tile(float (&d)[32], const unsigned (&a)[4], unsigned long long b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
