@@ -73,7 +73,7 @@ def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse
     batch, length, heads, head_dim = out.shape
     kv_heads = (qkv.shape[2] - heads) // 2
     which = attention_kernel(device, qkv.dtype, head_dim)
-    delta, *sums_and_turns = device.workspace(*_workspace(which, batch, length, heads, head_dim))
+    delta, *sums_and_counts = device.workspace(*_workspace(which, batch, length, heads, head_dim))
     rows, vector = batch * length * heads, 16 // out.dtype.itemsize
     device.launch(
         _DELTA, (out.dtype, vector if head_dim % vector == 0 else 1), -(-rows * _DELTA_LANES // _DELTA_BLOCK), _DELTA_BLOCK,
@@ -81,7 +81,7 @@ def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse
     )  # fmt: skip
     given = {"dqkv": dqkv, "delta": delta, "dout": dout, "lse": lse, "qkv": qkv, "start": start}
     if which == "hopper":
-        _launch_hopper_backward(device, given, *sums_and_turns)
+        _launch_hopper_backward(device, given, *sums_and_counts)
     elif which == "mma":
         _launch_mma(device, _MMA_BACKWARD_QUERY, _BACKWARD_QUERY[head_dim], heads, 2, 0, given, out, qkv)
         _launch_mma(device, _MMA_BACKWARD_KEY, _BACKWARD_KEY[head_dim], kv_heads, 2, 12, given, out, qkv)
@@ -104,12 +104,12 @@ def attention_workspace_bytes(device: Device, dtype: Any, batch: int, length: in
 
 
 def _workspace(which: str, batch: int, length: int, heads: int, head_dim: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """delta, and for hopper dq_sum and turns: shapes and dtypes."""
+    """delta, and for hopper dq_sum, and started with turns: shapes and dtypes."""
     delta = (batch, heads, length), FLOAT
     if which != "hopper":
         return (delta,)
     parts = batch, heads, -(-length // _backward_queries(head_dim)), 2  # two warpgroups' of each tile
-    return delta, ((*parts, 64 * 64), FLOAT), (parts, np.int32)
+    return delta, ((*parts, 64 * 64), FLOAT), ((1 + int(np.prod(parts)),), np.int32)
 
 
 def _backward_queries(head_dim: int) -> int:
@@ -130,19 +130,19 @@ def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, s
     )  # fmt: skip
 
 
-def _launch_hopper_backward(device: Device, given: dict[str, Any], dq_sum: Array, turns: Array) -> None:
+def _launch_hopper_backward(device: Device, given: dict[str, Any], dq_sum: Array, counts: Array) -> None:
     """Blocks own tiles of keys and values; two stages of queries and of gradients, two of ds, and dq's two parts, new and old."""
     batch, length, _, head_dim = given["dout"].shape
     sizes, queries = _sizes(given["dout"], given["qkv"]), _backward_queries(head_dim)
     tiles = 2 * _HOPPER_ROWS * (head_dim + queries) + 4 * queries * head_dim  # elements, of bf16
     rows = 2 * (2 * FLOAT.itemsize + 1) * queries  # lse, delta and a byte each
     shared = tiles * BF16.itemsize + 4 * 64 * 64 * FLOAT.itemsize + rows + _HOPPER_BARRIERS
-    device.fill_zero(turns)
+    device.fill_zero(counts)
     maps = {f"{name}_map": device.heads_map(given[name]) for name in ("dqkv", "dout", "qkv")}
     arrays = {name: given[name] for name in ("dqkv", "delta", "lse", "start")}
     device.launch(
-        _HOPPER_BACKWARD, (head_dim,), (-(-length // _HOPPER_ROWS), sizes["kv_heads"], batch), _HOPPER_BLOCK,
-        shared_bytes=shared, dq_sum=dq_sum, turns=turns, **maps, **arrays, **sizes,
+        _HOPPER_BACKWARD, (head_dim,), -(-length // _HOPPER_ROWS) * sizes["kv_heads"] * batch, _HOPPER_BLOCK,
+        shared_bytes=shared, dq_sum=dq_sum, started=counts[:1], turns=counts[1:], **maps, **arrays, **sizes,
     )  # fmt: skip
 
 

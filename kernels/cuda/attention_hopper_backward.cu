@@ -15,14 +15,15 @@
 // dq: a tile's sum lies in `dq_sum` in fp32, each 64 x 64 part of it in the order of the threads' fragments. The blocks of keys
 //       contribute from the diagonal down, each when `turns` says that the one before it has: the diagonal's stores, so nothing
 //       is zeroed but the turns; the copy engine adds the others'; the lowest adds to what it reads, rounds, and writes dqkv.
-//       Blocks of one head are numbered from the last keys to the first, so each waits for a block that has started before it;
-//       and all start at their diagonals, so that one is a tile ahead of the next and nobody waits for long.
+//       Blocks take numbers as they start, from a counter, as blockIdx promises no order; those of one head go from the last keys
+//       to the first, so each waits for a block that has started before it; and all start at their diagonals, so that one is a
+//       tile ahead of the next and nobody waits for long.
 // Skipped: tiles that no key of the block takes part in; only tiles on a border are masked element by element.
 // Registers: what is in flight at a time is chosen so that none spills. A sum in flight over the loop's end, or a branch between
 //       two groups of products, makes the compiler wait after each product ("serialized" in its log, which a test looks for).
 // Precision: products of bf16 with fp32 sums; exp, lse and delta fp32; p and ds are rounded to bf16 as factors, of ds p, too, and
 //       dq, dk and dv as they are stored. exp is 2^x with log2(e) folded into the scale.
-// Determinism: every sum has a fixed order, dq's by the turns.
+// Determinism: every sum has a fixed order, dq's by the turns; the counter decides which block does what, not what is done.
 // Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), section 3 and its supplement's algorithm 3; Dao 2023,
 //       arXiv:2307.08691, algorithm 2.
 //
@@ -180,15 +181,18 @@ void multiply(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dqk
     }
 }
 
-// Grid (key tiles, KV, B).
+// Grid: a block for each key tile, KV and B. turns and started are zero.
 template <int HEAD_DIM>
 __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     attention_backward(const __grid_constant__ TensorMap dqkv_map, const __grid_constant__ TensorMap dout_map,
-                       const __grid_constant__ TensorMap qkv_map, bf16* dqkv, float* dq_sum, int* turns, const float* delta,
+                       const __grid_constant__ TensorMap qkv_map, bf16* dqkv, float* dq_sum, int* turns, int* started, const float* delta,
                        const float* lse, const int* start, int length, int heads, int kv_heads, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Layout<HEAD_DIM> at(memory);
-    Part part(length, heads / kv_heads);
+    int* const number = reinterpret_cast<int*>(memory + (at.number - at.keys));
+    if (threadIdx.x == 0) *number = atomicAdd(started, 1);
+    __syncthreads();  // the number, written above, is read by all
+    Part part(*number, length, heads / kv_heads, kv_heads);
     if (threadIdx.x == ALL_GROUPS) {
         at.init();
         copy_keys(at, part, qkv_map, heads, kv_heads);

@@ -21,6 +21,7 @@ struct Layout {
     unsigned dq, dq_before;  // what a warpgroup adds to dq, and to what
     unsigned rows, begins;   // of each query lse and delta; where its document begins among the block's keys, a byte
     Barriers key_full, query_full, dout_full, empty, dq_full, dq_empty, before_full;
+    unsigned number;         // of the block among those that have started
 
     explicit Layout(const void* memory)
         : keys(shared_address(memory)), values(keys + KEY_BYTES), queries(values + KEY_BYTES),
@@ -28,7 +29,7 @@ struct Layout {
           dq_before(dq + GROUPS * DQ_BYTES), rows(dq_before + GROUPS * DQ_BYTES), begins(rows + STAGES * 2 * ROW_BYTES),
           key_full(begins + STAGES * QUERIES<HEAD_DIM>), query_full(key_full.end(2)), dout_full(query_full.end(STAGES)),
           empty(dout_full.end(STAGES)), dq_full(empty.end(STAGES)), dq_empty(dq_full.end(GROUPS)),
-          before_full(dq_empty.end(GROUPS)) {}
+          before_full(dq_empty.end(GROUPS)), number(before_full.end(GROUPS)) {}
 
     void init() const {
         key_full.init(2, 1);  // keys, values
@@ -49,10 +50,11 @@ struct Part {
     int head, heads_end;   // query heads that share the keys
     long long row;         // of the sequence
 
-    Part(int length, int group_heads) {
-        first = (gridDim.x - 1 - blockIdx.x) * KEYS;
-        shared = blockIdx.y;
-        b = blockIdx.z;
+    Part(int number, int length, int group_heads, int kv_heads) {
+        const int key_tiles = (length + KEYS - 1) / KEYS, rest = number / key_tiles;
+        first = (key_tiles - 1 - number % key_tiles) * KEYS;
+        shared = rest % kv_heads;
+        b = rest / kv_heads;
         head = shared * group_heads;
         heads_end = head + group_heads;
         row = (long long)b * length;

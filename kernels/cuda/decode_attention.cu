@@ -9,8 +9,11 @@
 //
 // Layout: qkv (B, n, H + 2 KV, D), keys and values (B, context, KV, D), out (B, n, H, D), all of T; length () int32, in device
 //         memory so that a captured graph stays good. partial (B n H, splits, 2 + D) fp32: m, l, o of each share.
-// Work: the context is split among the blocks of a (token, head), whatever length is: blocks past it have nothing to do. Within a
-//       block LANES lanes take a key at a time, each a part of the features; the last block of a (token, head) combines the shares.
+// Work: the keys that a token sees are split among the blocks of its (token, head), at least SMALLEST_SHARE each, so that with few keys
+//       there are blocks with nothing to do. Within a block LANES lanes take a key at a time, each a part of the features, and the next
+//       is on its way meanwhile; the last block of a (token, head) that has finished combines the shares.
+// Overlap: what the cache holds was written before the graph or pass that this kernel is in; the first rows of it are on their way before
+//       the kernel waits for the one that makes qkv.
 // Appending: a block reads the new tokens' rows from qkv and never from the cache, so whoever copies them there disturbs none.
 // Precision: fp32 arithmetic, one rounding to T. Determinism: every sum has a fixed order; the atomic count
 //       decides which block adds the shares up, not how.
@@ -20,7 +23,8 @@
 #include "reduce.cuh"
 
 constexpr int THREADS = 128;  // a feature each in the end, so that this is the largest head dim
-inline constexpr int LANES = 8;  // of a key; not tuned
+constexpr int LANES = 8;             // of a key; not tuned
+constexpr int SMALLEST_SHARE = 32;   // keys; not tuned
 
 inline float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -38,12 +42,12 @@ void load_row(float (&value)[PARTS], const T* row, int head_dim) {
 }
 
 // The block of a (token, head) that is the last to have written its share adds all of them up, in the order of the splits, a
-// thread a feature. `finished` counts those that have written, and is zero again in the end.
+// thread a feature. `finished` counts those of `splits` that have written, and is zero again in the end.
 template <typename T>
-void combine_when_last(T* out, const float* partial, int* finished, int head_dim) {
+void combine_when_last(T* out, const float* partial, int* finished, int splits, int head_dim) {
     __shared__ bool last;
     const long long row = (long long)blockIdx.x * gridDim.y + blockIdx.y;
-    const int splits = gridDim.z, d = threadIdx.x;
+    const int d = threadIdx.x;
     if (splits > 1) {
         __threadfence();  // this thread's part of the share, written before, is seen by whoever sees the count
         __syncthreads();  // all threads' parts are
@@ -58,7 +62,7 @@ void combine_when_last(T* out, const float* partial, int* finished, int head_dim
         __syncthreads();  // the block's own share, written before, is read below by all
     }
     if (d >= head_dim) return;
-    const volatile float* shares = partial + row * splits * (2 + head_dim);  // volatile: not from an older line of the L1 cache
+    const volatile float* shares = partial + row * gridDim.z * (2 + head_dim);  // volatile: not from an older line of the L1 cache
     float largest = minus_infinity();  // finite in the end: a token sees itself
 #pragma unroll 8  // loads in flight
     for (int i = 0; i < splits; i++) largest = fmaxf(largest, shares[i * (2 + head_dim)]);
@@ -72,37 +76,53 @@ void combine_when_last(T* out, const float* partial, int* finished, int head_dim
     out[row * head_dim + d] = from_float<T>(sum / total);
 }
 
-// Grid (B n, H, splits). Block `split` takes the keys from split * share on.
+// Grid (B n, H, splits).
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(THREADS)
-    decode_attention(T* out, float* partial, int* finished, const T* qkv, T* keys, T* values, const int* length, int count, int context,
-                             int heads, int kv_heads, int head_dim, int share, float scale) {
+    decode_attention(T* out, float* partial, int* finished, const T* qkv, T* keys, T* values, const int* length, int count,
+                     int context, int heads, int kv_heads, int head_dim, float scale) {
     constexpr int TEAMS = THREADS / LANES;  // keys that the block has in hand
     constexpr int PARTS = THREADS / LANES;  // features of a lane
     __shared__ float team_largest[TEAMS], team_total[TEAMS], team_sum[TEAMS][THREADS];
     let_next_start();
-    wait_for_previous();
     const int b = blockIdx.x / count, t = blockIdx.x % count, head = blockIdx.y, split = blockIdx.z;
     const int group = heads / kv_heads, shared = head / group, team = threadIdx.x / LANES;
-    const int held = *length, begin = split * share, end = min(begin + share, held + t + 1);  // the keys begin <= j < end
+    const int held = *length, visible = held + t + 1, splits = gridDim.z;
+    const int share = max((visible + splits - 1) / splits + TEAMS - 1, SMALLEST_SHARE) / TEAMS * TEAMS;
+    const int begin = split * share, end = min(begin + share, visible);  // the keys begin <= j < end
+    if (begin >= visible) return;
     const long long step = (long long)(heads + 2 * kv_heads) * head_dim, new_rows = (long long)b * count * step;
     const long long cache_rows = ((long long)b * context * kv_heads + shared) * head_dim;
 
-    float query[PARTS], sum[PARTS] = {}, largest = minus_infinity(), total = 0.0f;
+    float query[PARTS], key[PARTS] = {}, value[PARTS] = {}, sum[PARTS] = {}, largest = minus_infinity(), total = 0.0f;
+    const auto fetch_cached = [&](int j) {
+        const long long row = cache_rows + (long long)j * kv_heads * head_dim;
+        load_row<T, SIZE>(key, keys + row, head_dim);
+        load_row<T, SIZE>(value, values + row, head_dim);
+    };
+    const auto fetch_new = [&](int j) {
+        const T* const row = qkv + new_rows + (j - held) * step + (long long)(heads + shared) * head_dim;
+        load_row<T, SIZE>(key, row, head_dim);
+        load_row<T, SIZE>(value, row + (long long)kv_heads * head_dim, head_dim);
+    };
+    int j = begin + team;
+    const bool cached = j < min(held, end);
+    if (cached) fetch_cached(j);
+    wait_for_previous();
+    if (!cached && j < end) fetch_new(j);
     load_row<T, SIZE>(query, qkv + new_rows + t * step + (long long)head * head_dim, head_dim);
     // All teams go round equally often, for the lanes of a warp shuffle together.
-    for (int first = begin; first < end; first += TEAMS) {
-        const int j = first + team;
-        float key[PARTS] = {}, value[PARTS] = {};
-        if (j < end) {
-            const T* new_key = qkv + new_rows + (j - held) * step + (long long)(heads + shared) * head_dim;
-            const long long row = cache_rows + (long long)j * kv_heads * head_dim;
-            load_row<T, SIZE>(key, j < held ? keys + row : new_key, head_dim);
-            load_row<T, SIZE>(value, j < held ? values + row : new_key + (long long)kv_heads * head_dim, head_dim);
+    for (int first = begin; first < end; first += TEAMS, j += TEAMS) {
+        float this_key[PARTS], this_value[PARTS];
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) this_key[p] = key[p], this_value[p] = value[p];
+        if (j + TEAMS < end) {
+            if (j + TEAMS < held) fetch_cached(j + TEAMS);
+            else fetch_new(j + TEAMS);
         }
         float dot = 0.0f;
 #pragma unroll
-        for (int p = 0; p < PARTS; p++) dot += query[p] * key[p];
+        for (int p = 0; p < PARTS; p++) dot += query[p] * this_key[p];
 #pragma unroll
         for (int offset = LANES / 2; offset > 0; offset /= 2) dot += __shfl_xor_sync(ALL_LANES, dot, offset);
         if (j >= end) continue;  // after the shuffles; then largest is finite below, and exp needs no guard
@@ -111,7 +131,7 @@ __global__ void __launch_bounds__(THREADS)
         largest = raised;
         total = total * kept + p_new;
 #pragma unroll
-        for (int p = 0; p < PARTS; p++) sum[p] = sum[p] * kept + p_new * value[p];
+        for (int p = 0; p < PARTS; p++) sum[p] = sum[p] * kept + p_new * this_value[p];
     }
     if (threadIdx.x % LANES == 0) {
         team_largest[team] = largest;
@@ -140,7 +160,7 @@ __global__ void __launch_bounds__(THREADS)
         target[0] = all_largest;
         target[1] = all_total;
     }
-    combine_when_last(out, partial, finished, head_dim);
+    combine_when_last(out, partial, finished, (visible + share - 1) / share, head_dim);
     // The first split of a group's first query head appends the token's own key and value.
     if (split == 0 && head % group == 0 && threadIdx.x < head_dim) {
         const long long from = new_rows + t * step + (long long)(heads + shared) * head_dim + threadIdx.x;

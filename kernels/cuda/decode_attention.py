@@ -8,8 +8,7 @@ from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
 LARGEST_HEAD_DIM = 128
 _DECODE = Kernel("decode_attention.cu", "decode_attention", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8)), early=True)
 _BLOCK = 128
-# Blocks that one multiprocessor gets while there are fewer tokens and heads than that, and the keys below which sharing out
-# does not pay; not tuned.
+# Blocks that one multiprocessor gets while there are fewer tokens and heads than that (not tuned), and the kernel's least share.
 _BLOCKS_A_PROCESSOR, _SMALLEST_SHARE = 2, 32
 
 
@@ -17,7 +16,7 @@ def decode_attention_forward(device: Device, out: Array, qkv: Array, keys: Array
     """See kernels.cpu.decode_attention.decode_attention_forward; length is in device memory.
 
     Precision: fp32 arithmetic, one rounding to T at the store of out.
-    Determinism: bitwise repeatable; the shares of the keys, and so the last bits, depend on B, n, the context and the GPU.
+    Determinism: bitwise repeatable; the shares of the keys, and so the last bits, depend on B, n, length, context and GPU.
     Cost: reads the cache's rows H / KV times (from L2 all but once), whatever the context is.
     Workspace: decode_workspace_bytes.
     """
@@ -25,13 +24,12 @@ def decode_attention_forward(device: Device, out: Array, qkv: Array, keys: Array
     context, kv_heads = keys.shape[1:3]
     assert head_dim <= LARGEST_HEAD_DIM, f"attention: head dim {head_dim} is over {LARGEST_HEAD_DIM}"
     splits = _splits(device, batch * count * heads, context)
-    share = -(-context // splits)
     vector = 16 // qkv.dtype.itemsize
     (partial,) = device.workspace(((batch * count * heads, splits, 2 + head_dim), FLOAT))
     device.launch(
         _DECODE, (qkv.dtype, vector if head_dim % vector == 0 else 1), (batch * count, heads, splits), _BLOCK,
         out=out, partial=partial, finished=device.finished, qkv=qkv, keys=keys, values=values, length=length, count=count,
-        context=context, heads=heads, kv_heads=kv_heads, head_dim=head_dim, share=share, scale=1 / sqrt(head_dim),
+        context=context, heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=1 / sqrt(head_dim),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ _LINEAR = Kernel(
     "linear_rows.cu", "linear_rows", tuple((*t, rows) for t in VECTOR_TEMPLATES for rows in range(1, MOST_ROWS + 1)), early=True
 )
 _WARP, _WARPS, _PARTS = 32, 4, 4  # the kernel's
+_BLOCKS_A_PROCESSOR = 4  # more would not be resident at once
 _STORE, _GELU, _ADD, _SWIGLU, _ROPE = range(5)  # the kernel's Then
 
 
@@ -82,8 +83,9 @@ def _launch(
     pairs = -(-outputs // (2 * distance)) * distance
     arguments: dict[str, Any] = {
         "out": out, "stream": stream, "inp": inp, "norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight,
-        "bias": bias, "start": start, "table": table, "outputs": outputs, "inputs": inputs, "distance": distance, "then": then,
-        "length": 1 if start is None else start.shape[1], "rotated": rotated, "eps": eps,
+        "bias": bias, "start": start, "table": table, "pairs": pairs, "outputs": outputs, "inputs": inputs, "distance": distance,
+        "then": then, "length": 1 if start is None else start.shape[1], "rotated": rotated, "eps": eps,
     }  # fmt: skip
     group = _WARPS // splits
-    device.launch(_LINEAR, (weight.dtype, size, len(read)), -(-pairs // group), (_WARP, splits, group), **arguments)
+    blocks = min(-(-pairs // group), _BLOCKS_A_PROCESSOR * device.processors)
+    device.launch(_LINEAR, (weight.dtype, size, len(read)), blocks, (_WARP, splits, group), **arguments)
