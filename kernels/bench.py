@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
     parser.add_argument("--matmul", choices=("cublaslt", "own"), default="cublaslt")
-    parser.add_argument("--attention", choices=("hopper", "mma", "scalar"), default="hopper")
+    parser.add_argument("--attention", choices=("hopper", "mma", "scalar"), default="mma")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)

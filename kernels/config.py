@@ -102,7 +102,8 @@ class Numerics:
 
     Args:
         precision: fp32; tf32, fp32 arrays whose products round their factors to 10 bits; or bf16, weights and activations of 16
-            bits beside fp32 master weights, gradients, moments, statistics and losses. The CPU engine computes in fp32 only.
+            bits beside an fp32 stream, master weights, gradients, moments, statistics and losses. The CPU engine computes in
+            fp32 only.
         matmul: cublaslt, the library's product, each shape by its fastest algorithm; or own, the kernel written here. GPU only.
         attention: hopper, on that GPU's tensor cores, mma, on any's, each where precision and head width allow, else the next; or
             scalar, the readable one. GPU only.
@@ -115,7 +116,7 @@ class Numerics:
 
     precision: Precision = "fp32"
     matmul: Matmul = "cublaslt"
-    attention: Attention = "hopper"
+    attention: Attention = "mma"
     recompute: Recompute = "none"
     deterministic: bool = True
 
