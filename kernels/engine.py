@@ -246,7 +246,7 @@ class Engine(Decoding):
     def _copy_weights(self) -> None:
         """The copy that products read, where they read one, from the parameters."""
         if "weights" in self._flat:
-            self.ops.upload(self._flat["weights"], self.ops.download(self._flat["parameters"]))
+            self.ops.rounding(self._flat["weights"], self._flat["parameters"])
 
     def _take(self, batch: Batch) -> tuple[Array, Array]:
         """Check a batch; its tokens, and where their documents begin, on the device."""
