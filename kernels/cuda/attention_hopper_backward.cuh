@@ -81,7 +81,7 @@ void copy_keys(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& qk
     load_rows<HEAD_DIM, KEYS>(at.values, qkv_map, at.key_full[1], heads + kv_heads + part.shared, part.first, part.b);
 }
 
-// A warp: tile after tile of queries with what belongs to them.
+// A warp: tile after tile of queries with what belongs to them, until all of them have been multiplied.
 template <int HEAD_DIM>
 void copy_queries(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dout_map, const TensorMap& qkv_map, float* rows,
                   unsigned char* begins, const float* delta, const float* lse, const int* start, int length, int heads) {
@@ -117,6 +117,7 @@ void copy_queries(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap&
                 arrive(at.query_full[stage]);
             }
         }
+    for (const int end = step + STAGES; step < end; step++) wait(at.empty[step % STAGES], step / STAGES % 2 ^ 1);
 }
 
 // A warp: passes on what warpgroup `group` has added up for dq, in turn.
