@@ -94,6 +94,10 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
     return {"engine": engine.describe(), "ms_per_token": statistics.median(times[args.warmup :]) * 1e3}
 
 
+# Which argument of a product is its weight.
+_WEIGHT_OF = {"matmul_forward": 2, "matmul_backward": 4, "matmul_gelu_forward": 3, "matmul_gelu_backward": 5}
+
+
 class TimedOps:
     """Stands in front of a device's operations and notes each call's seconds, bytes and FLOPs."""
 
@@ -114,8 +118,8 @@ class TimedOps:
             size = sum(getattr(a, "nbytes", 0) for a in args)
             flops = 0
             if name.startswith("matmul"):
-                weight, rows = args[2] if name == "matmul_forward" else args[4], args[0].shape[0]
-                flops = 2 * rows * weight.size * (1 if name == "matmul_forward" else 2)
+                weight, rows = args[_WEIGHT_OF[name]], args[0].shape[0]
+                flops = 2 * rows * weight.size * (1 if name.endswith("_forward") else 2)
             self.calls[name].append((seconds, size, flops))
 
         return timed
