@@ -118,14 +118,14 @@ def _backward_queries(head_dim: int) -> int:
 
 
 def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, start: Array) -> None:
-    """Blocks that stay, one a multiprocessor: two own tiles of queries and of their results, and STAGES of keys and of values."""
+    """Blocks that stay, one a multiprocessor: queries of two items, results of one, and STAGES of keys and of values."""
     batch, length, heads, head_dim = out.shape
     sizes, tile_bytes = _sizes(out, qkv), _HOPPER_ROWS * head_dim * BF16.itemsize
     pairs, one = batch * heads, 2 * length * head_dim * BF16.itemsize  # one head's keys and values
     section = min(pairs, max(1, _HOPPER_L2_BYTES // one) * (heads // sizes["kv_heads"]))
     device.launch(
         _HOPPER_FORWARD, _HOPPER[head_dim], min(device.processors, -(-length // _HOPPER_ROWS) * pairs), _HOPPER_BLOCK,
-        shared_bytes=(2 + 2 * _HOPPER[head_dim][1]) * tile_bytes + _HOPPER_BARRIERS, out_map=device.heads_map(out),
+        shared_bytes=(3 + 2 * _HOPPER[head_dim][1]) * tile_bytes + _HOPPER_BARRIERS, out_map=device.heads_map(out),
         qkv_map=device.heads_map(qkv), lse=lse, start=start, batch=batch, section=section, **sizes,
     )  # fmt: skip
 

@@ -27,40 +27,67 @@
 #include "attention_hopper.cuh"
 
 constexpr int QUERIES = GROUPS * GROUP_ROWS;
+constexpr int TURN = 1;        // the warpgroups take turns: 0 not at all, 1 at issuing products, 2 also until scores are there, 3 at 2^x
+constexpr int FIRST = 64;      // exponentials, of a thread's KEYS / 2, that are made before the weighted values are waited for
+constexpr float GROWTH = 0;    // sums are rescaled when a largest score has grown by more than this, in powers of 2
+constexpr int POLYNOMIAL = 0;  // columns, of 8 fragments, whose 2^x is a polynomial
 
-// Item `item` of all: its tile of queries, its head and its sequence.
+// What a block's warpgroups work on: a tile of queries of one head of one sequence, and the first tile of keys that it sees.
+// first < 0: nothing is left.
 struct Item {
-    int first, head, b;
-
-    Item(int item, int tiles, int heads, int batch, int section) {
-        const int begin = item / (section * tiles) * section, within = item - begin * tiles;
-        const int size = min(section, batch * heads - begin), pair = begin + within % size;
-        first = (tiles - 1 - within / size) * QUERIES;
-        head = pair % heads;
-        b = pair / heads;
-    }
+    int first, head, b, lowest;
 };
 
-// Scores to exp(score - largest) of their rows; `kept` is what sums so far are worth now.
-inline void exponentials(float (&s)[KEYS / 2], float (&largest)[2], float (&total)[2], float (&kept)[2], float scale2) {
+// Item `item` of all.
+inline Item item_at(int item, int tiles, int heads, int batch, int section, const int* start, int length) {
+    const int begin = item / (section * tiles) * section, within = item - begin * tiles;
+    const int size = min(section, batch * heads - begin), pair = begin + within % size;
+    const int first = (tiles - 1 - within / size) * QUERIES, b = pair / heads;
+    return {first, pair % heads, b, start[(long long)b * length + first] / KEYS};
+}
+
+// 2^x for -126 <= x < 127, and 2^-126 below, on the units that multiply and add: x = i + f, |f| <= 1/2; 2^f as a polynomial of
+// degree 3 with relative error 7.5e-5 (bf16's rounding: 2e-3); i is added to the exponent.
+inline float exp2_polynomial(float x) {
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has no bits behind the point
+    x = fmaxf(x, -126.0f);
+    const float shifted = x + ROUND, f = x - (shifted - ROUND);
+    const float y = ((0.0551716685f * f + 0.242611125f) * f + 0.693260968f) * f + 0.999928057f;
+    return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
+}
+
+// Take the largest scores of the tile's rows into account: `shift`, in powers of 2, is what is subtracted from all scores; `kept`
+// is what sums so far are worth now. Returns whether any of the warp's has to be rescaled.
+inline bool raise(const float (&s)[KEYS / 2], float (&shift)[2], float (&total)[2], float (&kept)[2], float scale2) {
+    float raised[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float raised = largest[half];
+        float largest = fmaxf(s[2 * half], s[2 * half + 1]);
 #pragma unroll
-        for (int i = 2 * half; i < KEYS / 2; i += 4) raised = fmaxf(raised, fmaxf(s[i], s[i + 1]));
-        raised = fmaxf(raised, __shfl_xor_sync(ALL_LANES, raised, 1));  // a row is spread over 4 lanes, and a warp is never
-        raised = fmaxf(raised, __shfl_xor_sync(ALL_LANES, raised, 2));  // divided here
-        const float shift = raised * scale2;
-        kept[half] = exp2_approx(largest[half] * scale2 - shift);
-        largest[half] = raised;
+        for (int i = 2 * half + 4; i < KEYS / 2; i += 4) largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
+        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));  // a row is spread over 4 lanes, and a warp is never
+        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));  // divided here
+        raised[half] = fmaxf(shift[half], largest * scale2);
+    }
+    if (GROWTH > 0 && !__any_sync(ALL_LANES, (raised[0] > shift[0] + GROWTH) | (raised[1] > shift[1] + GROWTH))) return false;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        kept[half] = exp2_approx(shift[half] - raised[half]);
+        shift[half] = raised[half];
         total[half] *= kept[half];
+    }
+    return true;
+}
+
+// Scores BEGIN .. to their exponentials, and to the rows' totals.
+template <int BEGIN, int END>
+void exponentials(float (&s)[KEYS / 2], const float (&shift)[2], float (&total)[2], float scale2) {
 #pragma unroll
-        for (int i = 2 * half; i < KEYS / 2; i += 4)
-#pragma unroll
-            for (int e = i; e < i + 2; e++) {
-                s[e] = exp2_approx(s[e] * scale2 - shift);
-                total[half] += s[e];
-            }
+    for (int i = BEGIN; i < END; i++) {
+        const int half = i / 2 % 2;
+        const float x = s[i] * scale2 - shift[half];
+        s[i] = i / 4 % 8 < POLYNOMIAL ? exp2_polynomial(x) : exp2_approx(x);
+        total[half] += s[i];
     }
 }
 
@@ -90,22 +117,48 @@ void add_weighted(float (&sum)[HEAD_DIM / 64][32], const unsigned (&p)[KEYS / 16
     commit_products();
 }
 
-// Grid: a block a multiprocessor. `section`: heads, of all sequences', taken together. Shared memory: the queries, their results,
-// STAGES of keys, of values, and the barriers.
+// The item's results: sums by their totals, through the warpgroup's own tile, and lse. `barrier`: the warpgroup's own.
+template <int HEAD_DIM>
+void store_results(float (&sum)[HEAD_DIM / 64][32], const float (&shift)[2], float (&total)[2], const TensorMap& out_map,
+                   unsigned own_out, int barrier, float* lse, const Item& item, int own_first, int query, int length, int heads) {
+    if (threadIdx.x % WARPGROUP == 0) wait_stores_read();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        total[half] += __shfl_xor_sync(ALL_LANES, total[half], 1);  // the row's 4 lanes, as in raise
+        total[half] += __shfl_xor_sync(ALL_LANES, total[half], 2);
+        if (threadIdx.x % 4 == 0 && query + 8 * half < length)
+            lse[((long long)item.b * heads + item.head) * length + query + 8 * half] = (shift[half] + __log2f(total[half])) / LOG2_E;
+        total[half] = __fdividef(1.0f, total[half]);
+    }
+    sync_threads(barrier, WARPGROUP);  // the last item's results have left own_out
+#pragma unroll
+    for (int part = 0; part < HEAD_DIM / 64; part++) {
+#pragma unroll
+        for (int i = 0; i < 32; i++) sum[part][i] *= total[i / 2 % 2];
+        store_sum(own_out + part * GROUP_ROWS * TILE_ROW_BYTES, sum[part]);
+    }
+    fence_async();
+    sync_threads(barrier, WARPGROUP);  // the results, written above by all, are copied by one
+    if (threadIdx.x % WARPGROUP == 0) store_rows<HEAD_DIM>(out_map, own_out, item.head, own_first, item.b);
+}
+
+// Grid: a block a multiprocessor. `section`: heads, of all sequences', taken together. Shared memory: queries of two items, results
+// of one, STAGES of keys, of values, the barriers, and two items.
 template <int HEAD_DIM, int STAGES>
 __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     attention_forward(const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap qkv_map, float* lse,
                       const int* start, int batch, int length, int heads, int kv_heads, int section, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     constexpr int PARTS = HEAD_DIM / 64, OWN_BYTES = GROUP_ROWS * HEAD_DIM * 2, TILE_BYTES = KEYS * HEAD_DIM * 2;
-    const unsigned queries = shared_address(memory), outs = queries + GROUPS * OWN_BYTES, keys = outs + GROUPS * OWN_BYTES;
+    const unsigned queries = shared_address(memory), outs = queries + 2 * GROUPS * OWN_BYTES, keys = outs + GROUPS * OWN_BYTES;
     const unsigned values = keys + STAGES * TILE_BYTES;
-    const Barriers query_full(values + STAGES * TILE_BYTES), query_empty(query_full.end(GROUPS));
-    const Barriers key_full(query_empty.end(GROUPS)), key_empty(key_full.end(STAGES));
+    const Barriers query_full(values + STAGES * TILE_BYTES), query_empty(query_full.end(2));
+    const Barriers key_full(query_empty.end(2)), key_empty(key_full.end(STAGES));
     const Barriers value_full(key_empty.end(STAGES)), value_empty(value_full.end(STAGES));
+    Item* const items = (Item*)(memory + (value_empty.end(STAGES) - queries));
     if (threadIdx.x == 0) {
-        query_full.init(GROUPS, 1);
-        query_empty.init(GROUPS, WARPGROUP / WARP);
+        query_full.init(2, GROUPS);
+        query_empty.init(2, GROUPS * WARPGROUP / WARP);
         key_full.init(STAGES, 1);
         key_empty.init(STAGES, GROUPS * WARPGROUP / WARP);
         value_full.init(STAGES, 1);
@@ -113,26 +166,27 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         fence_barrier_init();
     }
     __syncthreads();  // the barriers are ready
-    const int tiles = (length + QUERIES - 1) / QUERIES, items = tiles * heads * batch;
+    const int tiles = (length + QUERIES - 1) / QUERIES, count = tiles * heads * batch;
     const int group = threadIdx.x / WARPGROUP, lane = threadIdx.x % WARP;
-    const auto item_of = [&](int round) {
-        return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    };
-    int step = 0;  // tiles of keys so far
+    int step = 0, round = 0;  // tiles of keys, and items, so far
 
     if (group == GROUPS) {
         give_registers<24>();
         if (threadIdx.x != GROUPS * WARPGROUP) return;
-        for (int round = 0, number; (number = item_of(round)) < items; round++) {
-            const Item item(number, tiles, heads, batch, section);
-            const int lowest = start[(long long)item.b * length + item.first] / KEYS;
-            const int key_head = heads + item.head / (heads / kv_heads);
-            for (int g = 0; g < GROUPS; g++) {
-                wait(query_empty[g], round % 2 ^ 1);
-                load_rows<HEAD_DIM, GROUP_ROWS>(queries + g * OWN_BYTES, qkv_map, query_full[g], item.head,
-                                                item.first + g * GROUP_ROWS, item.b);
+        for (;; round++) {
+            const int number = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x), slot = round % 2;
+            const Item item = number < count ? item_at(number, tiles, heads, batch, section, start, length) : Item{-1, 0, 0, 0};
+            wait(query_empty[slot], round / 2 % 2 ^ 1);
+            items[slot] = item;
+            if (item.first < 0) {
+                for (int g = 0; g < GROUPS; g++) arrive(query_full[slot]);
+                return;
             }
-            for (int tile = item.first / KEYS; tile >= lowest; tile--, step++) {
+            for (int g = 0; g < GROUPS; g++)
+                load_rows<HEAD_DIM, GROUP_ROWS>(queries + (slot * GROUPS + g) * OWN_BYTES, qkv_map, query_full[slot], item.head,
+                                                item.first + g * GROUP_ROWS, item.b);
+            const int key_head = heads + item.head / (heads / kv_heads);
+            for (int tile = item.first / KEYS; tile >= item.lowest; tile--, step++) {
                 const int stage = step % STAGES, parity = step / STAGES % 2;
                 wait(key_empty[stage], parity ^ 1);
                 load_rows<HEAD_DIM, KEYS>(keys + stage * TILE_BYTES, qkv_map, key_full[stage], key_head, tile * KEYS, item.b);
@@ -141,106 +195,141 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
                                           tile * KEYS, item.b);
             }
         }
-        return;
     }
 
     take_registers<240>();
     const unsigned own_out = outs + group * OWN_BYTES;
-    const unsigned long long own_queries = tile_descriptor(queries + group * OWN_BYTES);
     const float scale2 = scale * LOG2_E;
-    float s[KEYS / 2] = {};
-    // All that the warpgroup does at the tensor cores between two hardware barriers is its turn.
     const int my_turn = 1 + group, other_turn = 2 - group, together = 3 + group;
-    if (group == 1) arrive_threads(other_turn, GROUPS * WARPGROUP);  // the first turn is group 0's
-    const auto multiply_keys = [&](int stage) {
-        const unsigned long long tile = tile_descriptor(keys + stage * TILE_BYTES);
+    if (TURN && group == 1) arrive_threads(other_turn, GROUPS * WARPGROUP);  // the first turn is group 0's
+    const auto take_turn = [&](bool which) {
+        if (which) sync_threads(my_turn, GROUPS * WARPGROUP);
+    };
+    const auto end_turn = [&](bool which) {
+        if (which) arrive_threads(other_turn, GROUPS * WARPGROUP);
+    };
+    float s[KEYS / 2] = {}, shift[2], total[2], kept[2], sum[PARTS][32] = {};
+    unsigned p[KEYS / 16][4];
+    Item item;
+    int own_first, query, begin[2], latest_begin, tile;
+    const auto take_item = [&] {
+        wait(query_full[round % 2], round / 2 % 2);
+        const Item next = items[round % 2];
+        if (next.first < 0) return false;
+        item = next;
+        own_first = item.first + group * GROUP_ROWS;
+        query = own_first + threadIdx.x % WARPGROUP / WARP * 16 + lane / 4;
+        const int* starts = start + (long long)item.b * length;
+        begin[0] = starts[min(query, length - 1)];
+        begin[1] = starts[min(query + 8, length - 1)];
+        latest_begin = starts[min(own_first + GROUP_ROWS, length) - 1];
+        tile = item.first / KEYS;
+        return true;
+    };
+    // Start to compute the scores of the tile of keys that came `at`-th.
+    const auto multiply_keys = [&](int at) {
+        const unsigned long long own = tile_descriptor(queries + (round % 2 * GROUPS + group) * OWN_BYTES);
+        const unsigned long long other = tile_descriptor(keys + at % STAGES * TILE_BYTES);
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++)
-            multiply_tiles(s, advance(own_queries, k / 4 * GROUP_ROWS * TILE_ROW_BYTES + k % 4 * 32),
-                           advance(tile, k / 4 * KEYS * TILE_ROW_BYTES + k % 4 * 32), k > 0);
+            multiply_tiles(s, advance(own, k / 4 * GROUP_ROWS * TILE_ROW_BYTES + k % 4 * 32),
+                           advance(other, k / 4 * KEYS * TILE_ROW_BYTES + k % 4 * 32), k > 0);
         commit_products();
     };
-    for (int round = 0, number; (number = item_of(round)) < items; round++) {
-        const Item item(number, tiles, heads, batch, section);
-        const long long row = (long long)item.b * length;
-        const int own_first = item.first + group * GROUP_ROWS, query = own_first + threadIdx.x % WARPGROUP / WARP * 16 + lane / 4;
-        const int begin[2] = {start[row + min(query, length - 1)], start[row + min(query + 8, length - 1)]};
-        const int latest_begin = start[row + min(own_first + GROUP_ROWS, length) - 1];
-        const int lowest = start[row + item.first] / KEYS;
-        float largest[2] = {minus_infinity(), minus_infinity()}, total[2] = {}, kept[2], sum[PARTS][32] = {};
-        unsigned p[KEYS / 16][4];
-
-        wait(query_full[group], round % 2);
-        wait(key_full[step % STAGES], step / STAGES % 2);
-        sync_threads(my_turn, GROUPS * WARPGROUP);  // the other group has issued its products
-        fence_products();
-        multiply_keys(step % STAGES);
-        arrive_threads(other_turn, GROUPS * WARPGROUP);
-        wait_products<0>();
+    // The scores are there: what has to be rescaled, and the first exponentials.
+    const auto weigh = [&](int at) {
         hold(s);
-        int tile = item.first / KEYS;
-        const auto weigh = [&] {
-            if (lane == 0) arrive(key_empty[step % STAGES]);
-            if (tile * KEYS + KEYS - 1 > own_first || tile * KEYS < latest_begin) hide_unseen(s, query, tile * KEYS, begin);
-            exponentials(s, largest, total, kept, scale2);
-        };
-        weigh();
-#pragma unroll
-        for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
-        for (tile--; tile >= lowest; tile--) {
-            const int stage = step % STAGES, parity = step / STAGES % 2;
-            step++;
-            wait(key_full[step % STAGES], step / STAGES % 2);
-            sync_threads(my_turn, GROUPS * WARPGROUP);  // as above
-            fence_products();
-            multiply_keys(step % STAGES);
-            wait(value_full[stage], parity);
-            add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + stage * TILE_BYTES));
-            arrive_threads(other_turn, GROUPS * WARPGROUP);
-            wait_products<1>();
-            hold(s);
-            weigh();
-            wait_products<0>();
-#pragma unroll
-            for (int part = 0; part < PARTS; part++) hold(sum[part]);
-            if (lane == 0) arrive(value_empty[stage]);
-#pragma unroll
-            for (int part = 0; part < PARTS; part++)
-#pragma unroll
-                for (int i = 0; i < 32; i++) sum[part][i] *= kept[i / 2 % 2];
-#pragma unroll
-            for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
-        }
-        if (lane == 0) arrive(query_empty[group]);
-        wait(value_full[step % STAGES], step / STAGES % 2);
-        fence_products();
-        add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + step % STAGES * TILE_BYTES));
-        if (threadIdx.x % WARPGROUP == 0) wait_stores_read();
-        sync_threads(together, WARPGROUP);  // the last item's results have left own_out
+        end_turn(TURN == 2);
+        if (lane == 0) arrive(key_empty[at % STAGES]);
+        if (tile * KEYS + KEYS - 1 > own_first || tile * KEYS < latest_begin) hide_unseen(s, query, tile * KEYS, begin);
+        const bool grown = raise(s, shift, total, kept, scale2);
+        take_turn(TURN == 3);
+        exponentials<0, FIRST>(s, shift, total, scale2);
+        wait(value_full[at % STAGES], at / STAGES % 2);
+        if (FIRST == KEYS / 2) end_turn(TURN == 3);
+        return grown;
+    };
+    const auto weigh_rest = [&] {
+        exponentials<FIRST, KEYS / 2>(s, shift, total, scale2);
+        if (FIRST < KEYS / 2) end_turn(TURN == 3);
+    };
+    const auto forget = [&] {
+        shift[0] = shift[1] = minus_infinity();
+        total[0] = total[1] = 0;
+    };
+    const auto products_are_there = [&](int at) {
         wait_products<0>();
 #pragma unroll
         for (int part = 0; part < PARTS; part++) hold(sum[part]);
-        if (lane == 0) arrive(value_empty[step % STAGES]);
-        step++;
+        if (lane == 0) arrive(value_empty[at % STAGES]);
+    };
+
+    if (take_item()) {
+        wait(key_full[0], 0);
+        take_turn(TURN == 1 || TURN == 2);
+        fence_products();
+        multiply_keys(0);
+        end_turn(TURN == 1);
+        wait_products<0>();
+        forget();
+        weigh(0);
+        weigh_rest();
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            total[half] += __shfl_xor_sync(ALL_LANES, total[half], 1);  // the row's 4 lanes, as in exponentials
-            total[half] += __shfl_xor_sync(ALL_LANES, total[half], 2);
-            if (lane % 4 == 0 && query + 8 * half < length)
-                lse[((long long)item.b * heads + item.head) * length + query + 8 * half] =
-                    largest[half] * scale + logf(total[half]);
-            total[half] = 1.0f / total[half];
+        for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
+        for (;; step++) {
+            // Here p is of tile number `step` of keys.
+            for (tile--; tile >= item.lowest; tile--) {
+                wait(key_full[(step + 1) % STAGES], (step + 1) / STAGES % 2);
+                take_turn(TURN == 1 || TURN == 2);
+                fence_products();
+                multiply_keys(step + 1);
+                add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + step % STAGES * TILE_BYTES));
+                end_turn(TURN == 1);
+                wait_products<1>();
+                const bool grown = weigh(step + 1);
+                products_are_there(step);
+                weigh_rest();
+                if (GROWTH == 0 || grown)
+#pragma unroll
+                    for (int part = 0; part < PARTS; part++)
+#pragma unroll
+                        for (int i = 0; i < 32; i++) sum[part][i] *= kept[i / 2 % 2];
+#pragma unroll
+                for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
+                step++;
+            }
+            if (lane == 0) arrive(query_empty[round % 2]);
+            round++;
+            const Item done = item;
+            const int done_first = own_first, done_query = query;
+            if (!take_item()) break;
+            wait(key_full[(step + 1) % STAGES], (step + 1) / STAGES % 2);
+            take_turn(TURN == 1 || TURN == 2);
+            fence_products();
+            multiply_keys(step + 1);
+            add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + step % STAGES * TILE_BYTES));
+            end_turn(TURN == 1);
+            wait_products<1>();
+            const float done_shift[2] = {shift[0], shift[1]};
+            float done_total[2] = {total[0], total[1]};
+            forget();
+            weigh(step + 1);
+            products_are_there(step);
+            weigh_rest();
+            store_results<HEAD_DIM>(sum, done_shift, done_total, out_map, own_out, together, lse, done, done_first, done_query,
+                                    length, heads);
+#pragma unroll
+            for (int part = 0; part < PARTS; part++)
+#pragma unroll
+                for (int i = 0; i < 32; i++) sum[part][i] = 0;
+#pragma unroll
+            for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
         }
-#pragma unroll
-        for (int part = 0; part < PARTS; part++) {
-#pragma unroll
-            for (int i = 0; i < 32; i++) sum[part][i] *= total[i / 2 % 2];
-            store_sum(own_out + part * GROUP_ROWS * TILE_ROW_BYTES, sum[part]);
-        }
-        fence_async();
-        sync_threads(together, WARPGROUP);  // the results, written above by all, are copied by one
-        if (threadIdx.x % WARPGROUP == 0) store_rows<HEAD_DIM>(out_map, own_out, item.head, own_first, item.b);
+        fence_products();
+        add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + step % STAGES * TILE_BYTES));
+        products_are_there(step);
+        store_results<HEAD_DIM>(sum, shift, total, out_map, own_out, together, lse, item, own_first, query, length, heads);
     }
-    if (group == 0) sync_threads(my_turn, GROUPS * WARPGROUP);  // group 1's last arrival
-    if (threadIdx.x % WARPGROUP == 0) wait_stores();            // they read this block's memory
+    if (TURN && group == 0) sync_threads(my_turn, GROUPS * WARPGROUP);  // group 1's last arrival
+    if (threadIdx.x % WARPGROUP == 0) wait_stores();                    // they read this block's memory
 }
