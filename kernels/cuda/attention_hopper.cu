@@ -30,6 +30,9 @@ constexpr int QUERIES = GROUPS * GROUP_ROWS;
 constexpr int TURN = 1;        // the warpgroups take turns: 0 not at all, 1 at issuing products, 2 also until scores are there, 3 at 2^x
 constexpr int FIRST = 64;      // exponentials, of a thread's KEYS / 2, that are made before the weighted values are waited for
 constexpr float GROWTH = 0;    // sums are rescaled when a largest score has grown by more than this, in powers of 2
+constexpr int ORDER = 2;       // of items: 0 to and fro over the blocks, 1 round over them, 2 as blocks become free
+constexpr int BLOCKS = 1;      // a multiprocessor
+constexpr int REGISTERS = GROUPS == 2 ? (BLOCKS == 2 ? 104 : 240) : GROUPS == 3 ? 160 : 112;
 constexpr int POLYNOMIAL = 0;  // columns, of 8 fragments, whose 2^x is a polynomial
 
 // What a block's warpgroups work on: a tile of queries of one head of one sequence, and the first tile of keys that it sees.
@@ -142,12 +145,12 @@ void store_results(float (&sum)[HEAD_DIM / 64][32], const float (&shift)[2], flo
     if (threadIdx.x % WARPGROUP == 0) store_rows<HEAD_DIM>(out_map, own_out, item.head, own_first, item.b);
 }
 
-// Grid: a block a multiprocessor. `section`: heads, of all sequences', taken together. Shared memory: queries of two items, results
+// Grid: a block a multiprocessor. counts: items taken, and blocks done; zero between launches. `section`: heads, of all sequences', taken together. Shared memory: queries of two items, results
 // of one, STAGES of keys, of values, the barriers, and two items.
 template <int HEAD_DIM, int STAGES>
-__global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
+__global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
     attention_forward(const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap qkv_map, float* lse,
-                      const int* start, int batch, int length, int heads, int kv_heads, int section, float scale) {
+                      const int* start, int* counts, int batch, int length, int heads, int kv_heads, int section, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     constexpr int PARTS = HEAD_DIM / 64, OWN_BYTES = GROUP_ROWS * HEAD_DIM * 2, TILE_BYTES = KEYS * HEAD_DIM * 2;
     const unsigned queries = shared_address(memory), outs = queries + 2 * GROUPS * OWN_BYTES, keys = outs + GROUPS * OWN_BYTES;
@@ -168,25 +171,29 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     __syncthreads();  // the barriers are ready
     const int tiles = (length + QUERIES - 1) / QUERIES, count = tiles * heads * batch;
     const int group = threadIdx.x / WARPGROUP, lane = threadIdx.x % WARP;
-    int step = 0, round = 0;  // tiles of keys, and items, so far
+    int step = 0, round = 0;  // tiles of keys, and items, so far; a group's `step` is the tile whose scores are next
 
     if (group == GROUPS) {
         give_registers<24>();
         if (threadIdx.x != GROUPS * WARPGROUP) return;
         for (;; round++) {
-            const int number = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x), slot = round % 2;
+            const int slot = round % 2, number = ORDER == 2   ? atomicAdd(&counts[0], 1)
+                                                 : ORDER == 1 ? round * gridDim.x + blockIdx.x
+                                                 : round % 2  ? (round + 1) * gridDim.x - 1 - blockIdx.x
+                                                              : round * gridDim.x + blockIdx.x;
             const Item item = number < count ? item_at(number, tiles, heads, batch, section, start, length) : Item{-1, 0, 0, 0};
             wait(query_empty[slot], round / 2 % 2 ^ 1);
             items[slot] = item;
             if (item.first < 0) {
                 for (int g = 0; g < GROUPS; g++) arrive(query_full[slot]);
+                if (ORDER == 2 && atomicAdd(&counts[1], 1) == gridDim.x - 1) counts[0] = counts[1] = 0;  // all have seen the end
                 return;
             }
             for (int g = 0; g < GROUPS; g++)
                 load_rows<HEAD_DIM, GROUP_ROWS>(queries + (slot * GROUPS + g) * OWN_BYTES, qkv_map, query_full[slot], item.head,
                                                 item.first + g * GROUP_ROWS, item.b);
             const int key_head = heads + item.head / (heads / kv_heads);
-            for (int tile = item.first / KEYS; tile >= item.lowest; tile--, step++) {
+            for (int tile = (min(item.first + QUERIES, length) - 1) / KEYS; tile >= item.lowest; tile--, step++) {
                 const int stage = step % STAGES, parity = step / STAGES % 2;
                 wait(key_empty[stage], parity ^ 1);
                 load_rows<HEAD_DIM, KEYS>(keys + stage * TILE_BYTES, qkv_map, key_full[stage], key_head, tile * KEYS, item.b);
@@ -197,21 +204,21 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         }
     }
 
-    take_registers<240>();
+    take_registers<REGISTERS>();
     const unsigned own_out = outs + group * OWN_BYTES;
     const float scale2 = scale * LOG2_E;
-    const int my_turn = 1 + group, other_turn = 2 - group, together = 3 + group;
-    if (TURN && group == 1) arrive_threads(other_turn, GROUPS * WARPGROUP);  // the first turn is group 0's
+    const int my_turn = 1 + group, other_turn = 1 + (group + 1) % GROUPS, together = 1 + GROUPS + group;
+    if (TURN && group == GROUPS - 1) arrive_threads(other_turn, 2 * WARPGROUP);  // the first turn is group 0's
     const auto take_turn = [&](bool which) {
-        if (which) sync_threads(my_turn, GROUPS * WARPGROUP);
+        if (which) sync_threads(my_turn, 2 * WARPGROUP);
     };
     const auto end_turn = [&](bool which) {
-        if (which) arrive_threads(other_turn, GROUPS * WARPGROUP);
+        if (which) arrive_threads(other_turn, 2 * WARPGROUP);
     };
     float s[KEYS / 2] = {}, shift[2], total[2], kept[2], sum[PARTS][32] = {};
     unsigned p[KEYS / 16][4];
     Item item;
-    int own_first, query, begin[2], latest_begin, tile;
+    int own_first, query, begin[2], latest_begin, tile, before;  // before: the tile, of all so far, of which p is
     const auto take_item = [&] {
         wait(query_full[round % 2], round / 2 % 2);
         const Item next = items[round % 2];
@@ -223,7 +230,17 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         begin[0] = starts[min(query, length - 1)];
         begin[1] = starts[min(query + 8, length - 1)];
         latest_begin = starts[min(own_first + GROUP_ROWS, length) - 1];
-        tile = item.first / KEYS;
+        tile = (min(item.first + QUERIES, length) - 1) / KEYS;
+        if (GROUPS > 2 || KEYS < 128) {
+            for (; tile * KEYS >= own_first + GROUP_ROWS; tile--, step++) {  // seen by later groups only
+                take_turn(TURN > 0);
+                end_turn(TURN > 0);
+                wait(key_full[step % STAGES], step / STAGES % 2);
+                wait(value_full[step % STAGES], step / STAGES % 2);
+                if (lane == 0) arrive(key_empty[step % STAGES]);
+                if (lane == 0) arrive(value_empty[step % STAGES]);
+            }
+        }
         return true;
     };
     // Start to compute the scores of the tile of keys that came `at`-th.
@@ -237,15 +254,15 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         commit_products();
     };
     // The scores are there: what has to be rescaled, and the first exponentials.
-    const auto weigh = [&](int at) {
+    const auto weigh = [&] {
         hold(s);
         end_turn(TURN == 2);
-        if (lane == 0) arrive(key_empty[at % STAGES]);
+        if (lane == 0) arrive(key_empty[step % STAGES]);
         if (tile * KEYS + KEYS - 1 > own_first || tile * KEYS < latest_begin) hide_unseen(s, query, tile * KEYS, begin);
         const bool grown = raise(s, shift, total, kept, scale2);
         take_turn(TURN == 3);
         exponentials<0, FIRST>(s, shift, total, scale2);
-        wait(value_full[at % STAGES], at / STAGES % 2);
+        wait(value_full[step % STAGES], step / STAGES % 2);
         if (FIRST == KEYS / 2) end_turn(TURN == 3);
         return grown;
     };
@@ -257,37 +274,37 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         shift[0] = shift[1] = minus_infinity();
         total[0] = total[1] = 0;
     };
-    const auto products_are_there = [&](int at) {
+    const auto products_are_there = [&] {
         wait_products<0>();
 #pragma unroll
         for (int part = 0; part < PARTS; part++) hold(sum[part]);
-        if (lane == 0) arrive(value_empty[at % STAGES]);
+        if (lane == 0) arrive(value_empty[before % STAGES]);
+    };
+
+    const auto start_products = [&](bool values_too) {
+        wait(key_full[step % STAGES], step / STAGES % 2);
+        take_turn(TURN == 1 || TURN == 2);
+        fence_products();
+        multiply_keys(step);
+        if (values_too) add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + before % STAGES * TILE_BYTES));
+        end_turn(TURN == 1);
     };
 
     if (take_item()) {
-        wait(key_full[0], 0);
-        take_turn(TURN == 1 || TURN == 2);
-        fence_products();
-        multiply_keys(0);
-        end_turn(TURN == 1);
+        start_products(false);
         wait_products<0>();
         forget();
-        weigh(0);
+        weigh();
         weigh_rest();
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
-        for (;; step++) {
-            // Here p is of tile number `step` of keys.
+        for (;;) {
+            before = step++;
             for (tile--; tile >= item.lowest; tile--) {
-                wait(key_full[(step + 1) % STAGES], (step + 1) / STAGES % 2);
-                take_turn(TURN == 1 || TURN == 2);
-                fence_products();
-                multiply_keys(step + 1);
-                add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + step % STAGES * TILE_BYTES));
-                end_turn(TURN == 1);
+                start_products(true);
                 wait_products<1>();
-                const bool grown = weigh(step + 1);
-                products_are_there(step);
+                const bool grown = weigh();
+                products_are_there();
                 weigh_rest();
                 if (GROWTH == 0 || grown)
 #pragma unroll
@@ -296,25 +313,20 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
                         for (int i = 0; i < 32; i++) sum[part][i] *= kept[i / 2 % 2];
 #pragma unroll
                 for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
-                step++;
+                before = step++;
             }
             if (lane == 0) arrive(query_empty[round % 2]);
             round++;
             const Item done = item;
             const int done_first = own_first, done_query = query;
             if (!take_item()) break;
-            wait(key_full[(step + 1) % STAGES], (step + 1) / STAGES % 2);
-            take_turn(TURN == 1 || TURN == 2);
-            fence_products();
-            multiply_keys(step + 1);
-            add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + step % STAGES * TILE_BYTES));
-            end_turn(TURN == 1);
+            start_products(true);
             wait_products<1>();
             const float done_shift[2] = {shift[0], shift[1]};
             float done_total[2] = {total[0], total[1]};
             forget();
-            weigh(step + 1);
-            products_are_there(step);
+            weigh();
+            products_are_there();
             weigh_rest();
             store_results<HEAD_DIM>(sum, done_shift, done_total, out_map, own_out, together, lse, done, done_first, done_query,
                                     length, heads);
@@ -326,10 +338,10 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
             for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
         }
         fence_products();
-        add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + step % STAGES * TILE_BYTES));
-        products_are_there(step);
+        add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + before % STAGES * TILE_BYTES));
+        products_are_there();
         store_results<HEAD_DIM>(sum, shift, total, out_map, own_out, together, lse, item, own_first, query, length, heads);
     }
-    if (TURN && group == 0) sync_threads(my_turn, GROUPS * WARPGROUP);  // group 1's last arrival
+    if (TURN && group == 0) sync_threads(my_turn, 2 * WARPGROUP);  // the last group's last arrival
     if (threadIdx.x % WARPGROUP == 0) wait_stores();                    // they read this block's memory
 }
