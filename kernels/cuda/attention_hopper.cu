@@ -31,6 +31,7 @@ constexpr int TURN = 1;        // the warpgroups take turns: 0 not at all, 1 at 
 constexpr int FIRST = 64;      // exponentials, of a thread's KEYS / 2, that are made before the weighted values are waited for
 constexpr float GROWTH = 0;    // sums are rescaled when a largest score has grown by more than this, in powers of 2
 constexpr int ORDER = 2;       // of items: 0 to and fro over the blocks, 1 round over them, 2 as blocks become free
+constexpr bool NARROW = false;  // no exponentials of the half of a diagonal tile that nobody sees; FIRST must be 32
 constexpr int BLOCKS = 1;      // a multiprocessor
 constexpr int REGISTERS = GROUPS == 2 ? (BLOCKS == 2 ? 104 : 240) : GROUPS == 3 ? 160 : 112;
 constexpr int POLYNOMIAL = 0;  // columns, of 8 fragments, whose 2^x is a polynomial
@@ -243,10 +244,12 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         }
         return true;
     };
-    // Start to compute the scores of the tile of keys that came `at`-th.
-    const auto multiply_keys = [&](int at) {
+    // Whether the warpgroup sees the first 64 keys only, of an item's first tile.
+    const auto narrow = [&] { return tile * KEYS + GROUP_ROWS > own_first + GROUP_ROWS - 1; };
+    // Start to compute the scores of the tile of keys that came `step`-th.
+    const auto multiply_keys = [&] {
         const unsigned long long own = tile_descriptor(queries + (round % 2 * GROUPS + group) * OWN_BYTES);
-        const unsigned long long other = tile_descriptor(keys + at % STAGES * TILE_BYTES);
+        const unsigned long long other = tile_descriptor(keys + step % STAGES * TILE_BYTES);
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++)
             multiply_tiles(s, advance(own, k / 4 * GROUP_ROWS * TILE_ROW_BYTES + k % 4 * 32),
@@ -266,8 +269,12 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         if (FIRST == KEYS / 2) end_turn(TURN == 3);
         return grown;
     };
-    const auto weigh_rest = [&] {
-        exponentials<FIRST, KEYS / 2>(s, shift, total, scale2);
+    const auto weigh_rest = [&](bool first) {
+        if (NARROW && first && narrow())
+#pragma unroll
+            for (int i = 32; i < KEYS / 2; i++) s[i] = 0;
+        else
+            exponentials<FIRST, KEYS / 2>(s, shift, total, scale2);
         if (FIRST < KEYS / 2) end_turn(TURN == 3);
     };
     const auto forget = [&] {
@@ -285,7 +292,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         wait(key_full[step % STAGES], step / STAGES % 2);
         take_turn(TURN == 1 || TURN == 2);
         fence_products();
-        multiply_keys(step);
+        multiply_keys();
         if (values_too) add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + before % STAGES * TILE_BYTES));
         end_turn(TURN == 1);
     };
@@ -295,7 +302,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         wait_products<0>();
         forget();
         weigh();
-        weigh_rest();
+        weigh_rest(true);
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
         for (;;) {
@@ -305,7 +312,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
                 wait_products<1>();
                 const bool grown = weigh();
                 products_are_there();
-                weigh_rest();
+                weigh_rest(false);
                 if (GROWTH == 0 || grown)
 #pragma unroll
                     for (int part = 0; part < PARTS; part++)
@@ -327,7 +334,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
             forget();
             weigh();
             products_are_there();
-            weigh_rest();
+            weigh_rest(true);
             store_results<HEAD_DIM>(sum, done_shift, done_total, out_map, own_out, together, lse, done, done_first, done_query,
                                     length, heads);
 #pragma unroll
