@@ -32,6 +32,7 @@ constexpr int FIRST = 64;      // exponentials, of a thread's KEYS / 2, that are
 constexpr float GROWTH = 0;    // sums are rescaled when a largest score has grown by more than this, in powers of 2
 constexpr int ORDER = 2;       // of items: 0 to and fro over the blocks, 1 round over them, 2 as blocks become free
 constexpr bool NARROW = false;  // no exponentials of the half of a diagonal tile that nobody sees; FIRST must be 32
+constexpr bool SPLIT = false;   // group 0, of two, has code of its own, that leaves that half out altogether; FIRST must be 32
 constexpr int BLOCKS = 1;      // a multiprocessor
 constexpr int REGISTERS = GROUPS == 2 ? (BLOCKS == 2 ? 104 : 240) : GROUPS == 3 ? 160 : 112;
 constexpr int POLYNOMIAL = 0;  // columns, of 8 fragments, whose 2^x is a polynomial
@@ -40,6 +41,11 @@ constexpr int POLYNOMIAL = 0;  // columns, of 8 fragments, whose 2^x is a polyno
 // first < 0: nothing is left.
 struct Item {
     int first, head, b, lowest;
+};
+
+template <bool VALUE>
+struct Constant {
+    static constexpr bool value = VALUE;
 };
 
 // Item `item` of all.
@@ -216,6 +222,8 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
     const auto end_turn = [&](bool which) {
         if (which) arrive_threads(other_turn, 2 * WARPGROUP);
     };
+    const auto consume = [&](auto half) {
+    constexpr bool HALF = half.value;
     float s[KEYS / 2] = {}, shift[2], total[2], kept[2], sum[PARTS][32] = {};
     unsigned p[KEYS / 16][4];
     Item item;
@@ -247,9 +255,18 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
     // Whether the warpgroup sees the first 64 keys only, of an item's first tile.
     const auto narrow = [&] { return tile * KEYS + GROUP_ROWS > own_first + GROUP_ROWS - 1; };
     // Start to compute the scores of the tile of keys that came `step`-th.
-    const auto multiply_keys = [&] {
+    const auto multiply_keys = [&](bool first) {
         const unsigned long long own = tile_descriptor(queries + (round % 2 * GROUPS + group) * OWN_BYTES);
         const unsigned long long other = tile_descriptor(keys + step % STAGES * TILE_BYTES);
+        if (HALF && first) {
+            float(&lower)[32] = reinterpret_cast<float(&)[32]>(s);
+#pragma unroll
+            for (int k = 0; k < HEAD_DIM / 16; k++)
+                multiply_tiles(lower, advance(own, k / 4 * GROUP_ROWS * TILE_ROW_BYTES + k % 4 * 32),
+                               advance(other, k / 4 * KEYS * TILE_ROW_BYTES + k % 4 * 32), k > 0);
+            commit_products();
+            return;
+        }
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++)
             multiply_tiles(s, advance(own, k / 4 * GROUP_ROWS * TILE_ROW_BYTES + k % 4 * 32),
@@ -257,11 +274,14 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         commit_products();
     };
     // The scores are there: what has to be rescaled, and the first exponentials.
-    const auto weigh = [&] {
+    const auto weigh = [&](bool first) {
         hold(s);
         end_turn(TURN == 2);
         if (lane == 0) arrive(key_empty[step % STAGES]);
         if (tile * KEYS + KEYS - 1 > own_first || tile * KEYS < latest_begin) hide_unseen(s, query, tile * KEYS, begin);
+        if (HALF && first)
+#pragma unroll
+            for (int i = 32; i < KEYS / 2; i++) s[i] = minus_infinity();
         const bool grown = raise(s, shift, total, kept, scale2);
         take_turn(TURN == 3);
         exponentials<0, FIRST>(s, shift, total, scale2);
@@ -270,7 +290,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         return grown;
     };
     const auto weigh_rest = [&](bool first) {
-        if (NARROW && first && narrow())
+        if ((NARROW && first && narrow()) || (HALF && first))
 #pragma unroll
             for (int i = 32; i < KEYS / 2; i++) s[i] = 0;
         else
@@ -288,29 +308,29 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         if (lane == 0) arrive(value_empty[before % STAGES]);
     };
 
-    const auto start_products = [&](bool values_too) {
+    const auto start_products = [&](bool first, bool values_too) {
         wait(key_full[step % STAGES], step / STAGES % 2);
         take_turn(TURN == 1 || TURN == 2);
         fence_products();
-        multiply_keys();
+        multiply_keys(first);
         if (values_too) add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + before % STAGES * TILE_BYTES));
         end_turn(TURN == 1);
     };
 
     if (take_item()) {
-        start_products(false);
+        start_products(true, false);
         wait_products<0>();
         forget();
-        weigh();
+        weigh(true);
         weigh_rest(true);
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
         for (;;) {
             before = step++;
             for (tile--; tile >= item.lowest; tile--) {
-                start_products(true);
+                start_products(false, true);
                 wait_products<1>();
-                const bool grown = weigh();
+                const bool grown = weigh(false);
                 products_are_there();
                 weigh_rest(false);
                 if (GROWTH == 0 || grown)
@@ -327,12 +347,12 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
             const Item done = item;
             const int done_first = own_first, done_query = query;
             if (!take_item()) break;
-            start_products(true);
+            start_products(true, true);
             wait_products<1>();
             const float done_shift[2] = {shift[0], shift[1]};
             float done_total[2] = {total[0], total[1]};
             forget();
-            weigh();
+            weigh(true);
             products_are_there();
             weigh_rest(true);
             store_results<HEAD_DIM>(sum, done_shift, done_total, out_map, own_out, together, lse, done, done_first, done_query,
@@ -349,6 +369,11 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         products_are_there();
         store_results<HEAD_DIM>(sum, shift, total, out_map, own_out, together, lse, item, own_first, query, length, heads);
     }
+    };
+    if (SPLIT && HEAD_DIM == 64 && group == 0)
+        consume(Constant<true>());
+    else
+        consume(Constant<false>());
     if (TURN && group == 0) sync_threads(my_turn, 2 * WARPGROUP);  // the last group's last arrival
     if (threadIdx.x % WARPGROUP == 0) wait_stores();                    // they read this block's memory
 }
