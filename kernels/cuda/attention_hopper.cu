@@ -33,6 +33,7 @@ constexpr float GROWTH = 0;    // sums are rescaled when a largest score has gro
 constexpr int ORDER = 2;       // of items: 0 to and fro over the blocks, 1 round over them, 2 as blocks become free
 constexpr bool NARROW = false;  // no exponentials of the half of a diagonal tile that nobody sees; FIRST must be 32
 constexpr bool SPLIT = false;   // group 0, of two, has code of its own, that leaves that half out altogether; FIRST must be 32
+constexpr bool LATE = false;    // weighted values are started when the next scores are there, not behind them
 constexpr int BLOCKS = 1;      // a multiprocessor
 constexpr int REGISTERS = GROUPS == 2 ? (BLOCKS == 2 ? 104 : 240) : GROUPS == 3 ? 160 : 112;
 constexpr int POLYNOMIAL = 0;  // columns, of 8 fragments, whose 2^x is a polynomial
@@ -274,9 +275,9 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         commit_products();
     };
     // The scores are there: what has to be rescaled, and the first exponentials.
-    const auto weigh = [&](bool first) {
+    const auto weigh = [&](bool first, bool late) {
         hold(s);
-        end_turn(TURN == 2);
+        if (!LATE || !late) end_turn(TURN == 2);
         if (lane == 0) arrive(key_empty[step % STAGES]);
         if (tile * KEYS + KEYS - 1 > own_first || tile * KEYS < latest_begin) hide_unseen(s, query, tile * KEYS, begin);
         if (HALF && first)
@@ -308,6 +309,13 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         if (lane == 0) arrive(value_empty[before % STAGES]);
     };
 
+    const auto start_late = [&] {
+        if (!LATE) return;
+        hold(s);
+        end_turn(TURN == 2);
+        fence_products();
+        add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + before % STAGES * TILE_BYTES));
+    };
     const auto start_products = [&](bool first, bool values_too) {
         wait(key_full[step % STAGES], step / STAGES % 2);
         take_turn(TURN == 1 || TURN == 2);
@@ -321,16 +329,17 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         start_products(true, false);
         wait_products<0>();
         forget();
-        weigh(true);
+        weigh(true, false);
         weigh_rest(true);
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
         for (;;) {
             before = step++;
             for (tile--; tile >= item.lowest; tile--) {
-                start_products(false, true);
-                wait_products<1>();
-                const bool grown = weigh(false);
+                start_products(false, !LATE);
+                wait_products<LATE ? 0 : 1>();
+                start_late();
+                const bool grown = weigh(false, true);
                 products_are_there();
                 weigh_rest(false);
                 if (GROWTH == 0 || grown)
@@ -347,12 +356,13 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
             const Item done = item;
             const int done_first = own_first, done_query = query;
             if (!take_item()) break;
-            start_products(true, true);
-            wait_products<1>();
+            start_products(true, !LATE);
+            wait_products<LATE ? 0 : 1>();
+                start_late();
             const float done_shift[2] = {shift[0], shift[1]};
             float done_total[2] = {total[0], total[1]};
             forget();
-            weigh(true);
+            weigh(true, true);
             products_are_there();
             weigh_rest(true);
             store_results<HEAD_DIM>(sum, done_shift, done_total, out_map, own_out, together, lse, done, done_first, done_query,
