@@ -126,7 +126,8 @@ def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, s
     device.launch(
         _HOPPER_FORWARD, _HOPPER[head_dim], min(device.processors, -(-length // _HOPPER_ROWS) * pairs), _HOPPER_BLOCK,
         shared_bytes=(3 + 2 * _HOPPER[head_dim][1]) * tile_bytes + _HOPPER_BARRIERS, out_map=device.heads_map(out),
-        qkv_map=device.heads_map(qkv), lse=lse, start=start, batch=batch, section=section, **sizes,
+        qkv_map=device.heads_map(qkv), lse=lse, start=start, counts=device.finished[:2], batch=batch, section=section,
+        **sizes,
     )  # fmt: skip
 
 
