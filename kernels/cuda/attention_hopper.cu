@@ -27,6 +27,7 @@
 #include "attention_hopper.cuh"
 
 constexpr int QUERIES = GROUPS * GROUP_ROWS;
+constexpr float LN_2 = 0.6931471805599453f;
 constexpr int TURN = 1;        // the warpgroups take turns: 0 not at all, 1 at issuing products, 2 also until scores are there, 3 at 2^x
 constexpr int FIRST = 64;      // exponentials, of a thread's KEYS / 2, that are made before the weighted values are waited for
 constexpr float GROWTH = 0;    // sums are rescaled when a largest score has grown by more than this, in powers of 2
@@ -34,6 +35,7 @@ constexpr int ORDER = 2;       // of items: 0 to and fro over the blocks, 1 roun
 constexpr bool NARROW = false;  // no exponentials of the half of a diagonal tile that nobody sees; FIRST must be 32
 constexpr bool SPLIT = false;   // group 0, of two, has code of its own, that leaves that half out altogether; FIRST must be 32
 constexpr bool LATE = false;    // weighted values are started when the next scores are there, not behind them
+constexpr int MASK = 1;         // unseen keys are found 0 by two comparisons each, 1 in a word of bits
 constexpr int BLOCKS = 1;      // a multiprocessor
 constexpr int REGISTERS = GROUPS == 2 ? (BLOCKS == 2 ? 104 : 240) : GROUPS == 3 ? 160 : 112;
 constexpr int POLYNOMIAL = 0;  // columns, of 8 fragments, whose 2^x is a polynomial
@@ -109,11 +111,25 @@ inline void hide_unseen(float (&s)[KEYS / 2], int query, int key_first, const in
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int lowest = begin[half] - lane_key, highest = query + 8 * half - lane_key;
+        if (MASK == 0) {
 #pragma unroll
-        for (int i = 2 * half; i < KEYS / 2; i += 4)
+            for (int i = 2 * half; i < KEYS / 2; i += 4)
 #pragma unroll
-            for (int odd = 0; odd < 2; odd++)
-                if ((i / 4 * 8 + odd < lowest) | (i / 4 * 8 + odd > highest)) s[i + odd] = minus_infinity();
+                for (int odd = 0; odd < 2; odd++)
+                    if ((i / 4 * 8 + odd < lowest) | (i / 4 * 8 + odd > highest)) s[i + odd] = minus_infinity();
+        } else {
+            // The lane's keys of a row, two of each 8, as bits.
+            const auto before = [](int key) {  // those below lane_key + key
+                const int bits = key / 8 * 2 + min(key % 8, 2);
+                return key <= 0 ? 0u : bits >= KEYS / 4 ? ~0u : (1u << bits) - 1;
+            };
+            const unsigned seen = before(highest + 1) & ~before(lowest);
+#pragma unroll
+            for (int i = 2 * half; i < KEYS / 2; i += 4)
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++)
+                    if (!(seen >> (i / 4 * 2 + odd) & 1)) s[i + odd] = minus_infinity();
+        }
     }
 }
 
@@ -138,7 +154,7 @@ void store_results(float (&sum)[HEAD_DIM / 64][32], const float (&shift)[2], flo
         total[half] += __shfl_xor_sync(ALL_LANES, total[half], 1);  // the row's 4 lanes, as in raise
         total[half] += __shfl_xor_sync(ALL_LANES, total[half], 2);
         if (threadIdx.x % 4 == 0 && query + 8 * half < length)
-            lse[((long long)item.b * heads + item.head) * length + query + 8 * half] = (shift[half] + __log2f(total[half])) / LOG2_E;
+            lse[((long long)item.b * heads + item.head) * length + query + 8 * half] = (shift[half] + __log2f(total[half])) * LN_2;
         total[half] = __fdividef(1.0f, total[half]);
     }
     sync_threads(barrier, WARPGROUP);  // the last item's results have left own_out
