@@ -195,13 +195,13 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
     __syncthreads();  // the barriers are ready
     const int tiles = (length + QUERIES - 1) / QUERIES, count = tiles * heads * batch;
     const int group = threadIdx.x / WARPGROUP, lane = threadIdx.x % WARP;
-    int step = 0, round = 0;  // tiles of keys, and items, so far; a group's `step` is the tile whose scores are next
+    unsigned step = 0, round = 0;  // tiles of keys, and items, so far; a group's `step` is the tile whose scores are next
 
     if (group == GROUPS) {
         give_registers<24>();
         if (threadIdx.x != GROUPS * WARPGROUP) return;
         for (;; round++) {
-            const int slot = round % 2, number = ORDER == 2   ? atomicAdd(&counts[0], 1)
+            const unsigned slot = round % 2; const int number = ORDER == 2   ? atomicAdd(&counts[0], 1)
                                                  : ORDER == 1 ? round * gridDim.x + blockIdx.x
                                                  : round % 2  ? (round + 1) * gridDim.x - 1 - blockIdx.x
                                                               : round * gridDim.x + blockIdx.x;
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
                                                 item.first + g * GROUP_ROWS, item.b);
             const int key_head = heads + item.head / (heads / kv_heads);
             for (int tile = (min(item.first + QUERIES, length) - 1) / KEYS; tile >= item.lowest; tile--, step++) {
-                const int stage = step % STAGES, parity = step / STAGES % 2;
+                const unsigned stage = step % STAGES, parity = step / STAGES % 2;
                 wait(key_empty[stage], parity ^ 1);
                 load_rows<HEAD_DIM, KEYS>(keys + stage * TILE_BYTES, qkv_map, key_full[stage], key_head, tile * KEYS, item.b);
                 wait(value_empty[stage], parity ^ 1);
@@ -243,14 +243,18 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
     constexpr bool HALF = half.value;
     float s[KEYS / 2] = {}, shift[2], total[2], kept[2], sum[PARTS][32] = {};
     unsigned p[KEYS / 16][4];
+    const unsigned long long all_keys = tile_descriptor(keys), all_values = tile_descriptor(values);
+    unsigned long long own;
     Item item;
-    int own_first, query, begin[2], latest_begin, tile, before;  // before: the tile, of all so far, of which p is
+    int own_first, query, begin[2], latest_begin, tile;
+    unsigned before;  // the tile, of all so far, of which p is
     const auto take_item = [&] {
         wait(query_full[round % 2], round / 2 % 2);
         const Item next = items[round % 2];
         if (next.first < 0) return false;
         item = next;
         own_first = item.first + group * GROUP_ROWS;
+        own = tile_descriptor(queries + (round % 2 * GROUPS + group) * OWN_BYTES);
         query = own_first + threadIdx.x % WARPGROUP / WARP * 16 + lane / 4;
         const int* starts = start + (long long)item.b * length;
         begin[0] = starts[min(query, length - 1)];
@@ -273,8 +277,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
     const auto narrow = [&] { return tile * KEYS + GROUP_ROWS > own_first + GROUP_ROWS - 1; };
     // Start to compute the scores of the tile of keys that came `step`-th.
     const auto multiply_keys = [&](bool first) {
-        const unsigned long long own = tile_descriptor(queries + (round % 2 * GROUPS + group) * OWN_BYTES);
-        const unsigned long long other = tile_descriptor(keys + step % STAGES * TILE_BYTES);
+        const unsigned long long other = advance(all_keys, step % STAGES * TILE_BYTES);
         if (HALF && first) {
             float(&lower)[32] = reinterpret_cast<float(&)[32]>(s);
 #pragma unroll
@@ -330,14 +333,14 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
         hold(s);
         end_turn(TURN == 2);
         fence_products();
-        add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + before % STAGES * TILE_BYTES));
+        add_weighted<HEAD_DIM>(sum, p, advance(all_values, before % STAGES * TILE_BYTES));
     };
     const auto start_products = [&](bool first, bool values_too) {
         wait(key_full[step % STAGES], step / STAGES % 2);
         take_turn(TURN == 1 || TURN == 2);
         fence_products();
         multiply_keys(first);
-        if (values_too) add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + before % STAGES * TILE_BYTES));
+        if (values_too) add_weighted<HEAD_DIM>(sum, p, advance(all_values, before % STAGES * TILE_BYTES));
         end_turn(TURN == 1);
     };
 
@@ -391,7 +394,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, BLOCKS)
             for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
         }
         fence_products();
-        add_weighted<HEAD_DIM>(sum, p, tile_descriptor(values + before % STAGES * TILE_BYTES));
+        add_weighted<HEAD_DIM>(sum, p, advance(all_values, before % STAGES * TILE_BYTES));
         products_are_there();
         store_results<HEAD_DIM>(sum, shift, total, out_map, own_out, together, lse, item, own_first, query, length, heads);
     }
