@@ -6,20 +6,21 @@
 //     s[t, j] = q[t] . k[j] / sqrt(D)  for start[b, t] <= j <= t        lse[t] = log sum_j exp(s[t, j])
 //     out[t]  = sum_j exp(s[t, j] - lse[t]) v[j]
 //
-// Work: a block stays on its multiprocessor and takes item after item: QUERIES queries of one head. Two warpgroups own 64 of
-//       them each, with their sums in registers; a third only starts copies: queries once an item, keys and values in tiles
-//       of KEYS rows, STAGES tiles ahead and on into the next item. So neither an item's first copies nor its stores leave
-//       the tensor cores idle.
-// Overlap: a warpgroup issues the scores of the next tile before it waits for the weighted values of this one, and makes
-//       probabilities while both run. The two warpgroups take turns at issuing, so that one computes exponentials while the
-//       other's products run: at D = 64 the exponentials take as long as the products.
-// Order: items with most keys first, a section of heads after another whose keys and values together stay in the L2; every
-//       other round in reverse, so that each block gets long and short ones. Keys from the diagonal down, see attention_mma.cu.
+// Work: a block stays on its multiprocessor and takes item after item: QUERIES queries of one head. Warpgroups own 64 of them
+//       each, with their sums in registers; a further one only decides on items and starts copies: queries of two items, keys
+//       and values in tiles of KEYS rows, STAGES tiles ahead and on into the next item.
+// Overlap: a warpgroup issues the scores of the next tile, be it the next item's, before the weighted values of this one, and
+//       makes exponentials while both run. It waits for the values half way through them: the rest leaves room for rescaling and
+//       rounding. (ptxas moves a wait for products up to the last branch before it: the wait for the tile's values, which had to
+//       be somewhere, is that branch.) A warpgroup's turn at the tensor cores ends when its scores are there, so that one computes
+//       exponentials while the other's products run: at D = 64 the exponentials take as long as the products.
+// Order: items with most keys first, a section of heads after another whose keys and values together stay in the L2, to blocks as
+//       they become free. Keys from the diagonal down, see attention_mma.cu.
 // Skipped: tiles that no query of the item sees; only tiles on a border are masked element by element. Rows past the end of a
 //       sequence are copied as zeros and not stored: tiles never reach into the next sequence.
 // Precision: products of bf16 with fp32 sums; softmax and lse fp32; p is rounded to bf16 as a factor, out as it is stored. exp is
 //       2^x with log2(e) / sqrt(D) folded into the scale.
-// Determinism: every sum has a fixed order; no atomics.
+// Determinism: every sum has a fixed order; the one atomic decides on who computes an item.
 // Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), sections 3.1 and 3.2.
 //
 // Numbers of rows, tiles, stages and registers: not tuned.
@@ -28,8 +29,8 @@
 
 constexpr int QUERIES = GROUPS * GROUP_ROWS;
 constexpr float LN_2 = 0.6931471805599453f;
-constexpr int TURN = 1;        // the warpgroups take turns: 0 not at all, 1 at issuing products, 2 also until scores are there, 3 at 2^x
-constexpr int FIRST = 64;      // exponentials, of a thread's KEYS / 2, that are made before the weighted values are waited for
+constexpr int TURN = 2;        // the warpgroups take turns: 0 not at all, 1 at issuing products, 2 also until scores are there, 3 at 2^x
+constexpr int FIRST = KEYS / 4;  // exponentials, of a thread's KEYS / 2, that are made before the weighted values are waited for
 constexpr float GROWTH = 0;    // sums are rescaled when a largest score has grown by more than this, in powers of 2
 constexpr int ORDER = 2;       // of items: 0 to and fro over the blocks, 1 round over them, 2 as blocks become free
 constexpr bool NARROW = false;  // no exponentials of the half of a diagonal tile that nobody sees; FIRST must be 32
