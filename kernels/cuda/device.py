@@ -55,6 +55,7 @@ class Device:
         self._workspace = np.empty(0, np.uint8)
         # Counts of blocks that have finished a part of something; zero between operations. More are not split than fill the GPU.
         self.finished = self.allocate(4 * 4 * self.processors).view(np.int32)
+        self.arrivals = self.allocate(4).view(np.uint32)  # grid_barrier.cuh's; never reset
 
     def launch(
         self,

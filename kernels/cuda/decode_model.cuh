@@ -1,0 +1,128 @@
+// What decode_step.cu computes with: the model's tensors, the products in their order, and the stream of their weights.
+#pragma once
+
+#include "copies.cuh"
+#include "vectors.cuh"
+
+// The products of a layer, and the one behind all layers.
+enum Product { QKV, PROJ, UP, DOWN, HEAD, PRODUCTS };
+constexpr int OF_LAYER = 4;
+
+// As decode_step.cu's block of comments names them. Tensors of a layer are the first layer's; `stride` elements further lie those
+// of the next, in the weights (T) as in the parameters (float).
+template <typename T>
+struct Model {
+    const float *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias, *norm_weight, *norm_bias;
+    const T *qkv_weight, *qkv_bias, *proj_weight, *proj_bias, *up_weight, *up_bias, *down_weight, *down_bias, *head_weight;
+    long long stride;
+    int layers;
+
+    int last() const { return layers * OF_LAYER; }
+    int product(int index) const { return index == last() ? (int)HEAD : index % OF_LAYER; }
+
+    // The tensor of the index-th product, null where there is none.
+    template <typename E>
+    const E* of(int index, const E* qkv, const E* proj, const E* up, const E* down, const E* head) const {
+        const int which = product(index);
+        if (which == HEAD) return head;
+        const E* const first = which == QKV ? qkv : which == PROJ ? proj : which == UP ? up : down;
+        return first ? first + index / OF_LAYER * stride : nullptr;
+    }
+    const T* weight(int index) const { return of(index, qkv_weight, proj_weight, up_weight, down_weight, head_weight); }
+    const T* bias(int index) const { return of<T>(index, qkv_bias, proj_bias, up_bias, down_bias, nullptr); }
+    const float* scale(int index) const { return of<float>(index, norm1_weight, nullptr, norm2_weight, nullptr, norm_weight); }
+    const float* shift(int index) const { return of<float>(index, norm1_bias, nullptr, norm2_bias, nullptr, norm_bias); }
+};
+
+// How a block shares out one product. Its units are pairs of outputs, `distance` apart: neighbours, or what SwiGLU or RoPE puts
+// together; unit u is pair blockIdx.x + u * gridDim.x. An item, a warp's work, is one of `splits` interleaved shares of the inputs of
+// a unit. Where there is more than one, a block's items are no more than its warps.
+struct Shape {
+    int outputs, inputs, distance, units, splits, stages;
+
+    // size: elements of a vector. stages: vectors of an item that a lane has of either output.
+    void set(int outputs_, int inputs_, int distance_, int size) {
+        outputs = outputs_, inputs = inputs_, distance = distance_;
+        const int blocks = gridDim.x, block = blockIdx.x, warps = blockDim.x / WARP;
+        const int pairs = (outputs + 2 * distance - 1) / (2 * distance) * distance;
+        const int vectors = (inputs + size * WARP - 1) / (size * WARP);  // of a lane
+        units = pairs > block ? (pairs - 1 - block) / blocks + 1 : 0;
+        splits = max(1, min(warps / ((pairs + blocks - 1) / blocks), vectors));
+        stages = (vectors + splits - 1) / splits;
+    }
+    int first(int unit) const {
+        const int pair = blockIdx.x + unit * gridDim.x;
+        return pair / distance * 2 * distance + pair % distance;
+    }
+};
+
+// The weights of a warp's items, of all products one after the other, DEPTH stages ahead of their use: what is on its way knows
+// no barrier. A lane copies into shared memory what it will itself read, so that warps need not meet.
+template <typename T, int SIZE>
+struct WeightStream {
+    static constexpr int DEPTH = 8;  // not tuned; a stage of 512 threads is 16 KB
+
+    const Model<T>& model;
+    const Shape* shapes;
+    T* ring;  // [DEPTH][2][threads] vectors
+    int slot, index, item, stage, split;
+    const T* row[2];
+
+    WeightStream(const Model<T>& model_, const Shape* shapes_, T* ring_)
+        : model(model_), shapes(shapes_), ring(ring_ + threadIdx.x * SIZE), slot(0), index(0), item(threadIdx.x / WARP), stage(0) {
+        settle();
+#pragma unroll 1  // code is read from memory, too
+        for (int i = 0; i < DEPTH; i++) advance();
+    }
+
+    // The next stage of the current item, once it has come; then its place is filled with what comes DEPTH stages later.
+    void take(Packed<T, SIZE> (&weight)[2]) {
+        wait_copies<DEPTH - 1>();
+        weight[0].load(place(0));
+        weight[1].load(place(1));
+    }
+    void advance() {
+        if (index <= model.last()) {
+            const Shape& shape = shapes[model.product(index)];
+            const int i = ((stage * shape.splits + split) * WARP + threadIdx.x % WARP) * SIZE;
+            copy(place(0), row[0] + i, i < shape.inputs);
+            copy(place(1), row[1] + i, i < shape.inputs);
+            if (++stage == shape.stages) {
+                stage = 0;
+                item += blockDim.x / WARP;
+                settle();
+            }
+        }
+        commit_copies();  // empty at the end, so that a wait means the same all along
+        slot = slot + 1 == DEPTH ? 0 : slot + 1;
+    }
+
+private:
+    T* place(int output) const { return ring + (slot * 2 + output) * (int)blockDim.x * SIZE; }
+
+    static void copy(T* to, const T* from, bool valid) {
+        if constexpr (Packed<T, SIZE>::BYTES == 16) {
+            copy_async(shared_address(to), from, valid);
+        } else {
+            Packed<T, SIZE> value;
+            value.clear();
+            if (valid) value.load(from);
+            value.store(to);
+        }
+    }
+
+    // From an item that may be beyond its product's to one that is there. An output beyond the last is the last again.
+    void settle() {
+        while (index <= model.last() && item >= shapes[model.product(index)].units * shapes[model.product(index)].splits) {
+            index++;
+            item = threadIdx.x / WARP;
+        }
+        if (index > model.last()) return;
+        const Shape& shape = shapes[model.product(index)];
+        const int first = shape.first(item / shape.splits);
+        const T* const weight = model.weight(index);
+        split = item % shape.splits;
+        row[0] = weight + (long long)first * shape.inputs;
+        row[1] = weight + (long long)min(first + shape.distance, shape.outputs - 1) * shape.inputs;
+    }
+};

@@ -1,0 +1,219 @@
+// One pass of the whole model over a few new tokens behind a cache: all layers and the first prediction head in one launch.
+//
+//     x = token_weight[token] (+ position_weight[position])
+//     x += attention(norm1(x)),  x += mlp(norm2(x))       in each layer, each linear layer with a bias or without
+//     norm = norm(x),  logits = norm @ head_weight^T
+//
+// with layernorm where norms have a bias, else rmsnorm; RoPE where there is a table; SwiGLU or GELU. The new tokens' keys and values
+// are appended to the cache.
+//
+// Layout: rows = B * count. tokens, start (rows,) int32, length () int32: what the cache holds already; token_weight (vocab, C),
+//         position_weight (context, C), table (context, 2, D / 2), norms (C,) fp32; linear weights (outputs, inputs) and biases of T,
+//         as are keys and values (layers, B, context, KV, D), norm (rows, C) and logits (rows, vocab). Scratch of the launch: stream
+//         (rows, C) fp32, qkv (rows, H + 2 KV, D) and act (rows, F) of T, and the shares of attention, see decode_shares.cuh.
+// Work: a block on each multiprocessor goes through the phases norm1 and qkv | attention | proj | norm2 and up | down of each layer, and
+//       through norm and head, with all the others: a grid_barrier.cuh at each |. For a product a block owns pairs of outputs, a warp
+//       sums an item of them (decode_model.cuh); each block makes all of the product's input rows anew, in shared memory. Elements of the
+//       stream are added to by the block that owns them, in both products that do, and are kept there.
+// Latency: a phase's few bytes take less time than the way to memory. So weights are on their way through all barriers, stages
+//       ahead; what else a phase needs of memory is asked for before the block waits for the others.
+// Precision: fp32 arithmetic; qkv, act and the results are rounded to T, norms and attended rows are not.
+// Determinism: every sum has a fixed order, which depends on the model, the GPU and the row's position, but not on ROWS; multiply-adds
+//              are written out, since the compiler would choose others for other ROWS.
+// Source: the combination of shares, Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
+
+#include "activation.cuh"
+#include "decode_rows.cuh"
+#include "decode_shares.cuh"
+#include "overlap.cuh"
+
+// What comes to the sums of a unit: fetched an item ahead, by the lanes that add it.
+struct Added {
+    float bias[2], cosine, sine;
+};
+
+// Of one product, a row's pair of outputs after the other; finish(row, unit, a, b) gets them, and `added` of the unit is fetched by
+// fetch(unit) one item before. All warps of the block.
+template <typename T, int SIZE, int ROWS, typename Fetch, typename Finish>
+void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<ROWS>& block, const Shape& shape, Fetch fetch,
+              Finish finish) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    const int items = shape.units * shape.splits, splits = shape.splits;
+    for (int round = 0; round < items; round += warps) {  // a block's warps go round equally often, for they meet
+        const int item = round + warp;
+        if (item < items) {
+            float sums[2][ROWS] = {};
+#pragma unroll 1  // what is under way is in the ring, not in registers
+            for (int stage = 0; stage < shape.stages; stage++) {
+                const int i = ((stage * splits + item % splits) * WARP + lane) * SIZE;
+                Packed<T, SIZE> w[2];
+                weights.take(w);
+                if (i < shape.inputs) {
+#pragma unroll
+                    for (int r = 0; r < ROWS; r++) {
+                        float x[SIZE];
+                        load_held<SIZE>(x, rows + r * shape.inputs, i, shape.inputs);
+#pragma unroll
+                        for (int j = 0; j < SIZE; j++)
+#pragma unroll
+                            for (int o = 0; o < 2; o++) sums[o][r] = fmaf(x[j], w[o](j), sums[o][r]);
+                    }
+                }
+                weights.advance();  // after the sums have read its place
+            }
+#pragma unroll
+            for (int o = 0; o < 2; o++)
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    const float sum = warp_reduce(sums[o][r], Sum());
+                    if (lane == 0) block.of_warp[warp][o][r] = sum;
+                }
+        }
+        if (splits > 1) __syncthreads();  // the shares, written above, are added up below by the unit's first warp, a lane a row;
+        else __syncwarp();                // here it is the warp's own
+        if (item < items && item % splits == 0 && lane < ROWS) {
+            float a = 0.0f, b = 0.0f;
+            for (int i = 0; i < splits; i++) a += block.of_warp[warp + i][0][lane], b += block.of_warp[warp + i][1][lane];
+            finish(lane, item / splits, a, b);
+            if (item + warps < items) fetch((item + warps) / splits);
+        }
+        __syncwarp();  // separates these reads from the next round's writes; of several rounds a warp reads what is its own
+    }
+}
+
+// Grid: blocks that are on the GPU at once. Block: whole warps, MOST_THREADS at most. row_floats: the floats of shared memory for the
+// products' input rows, or for the shares.
+template <typename T, int SIZE, int ROWS>
+__global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
+    decode_step(T* logits, T* norm, const int* tokens, const int* start, const int* length, T* keys, T* values, float* stream, T* qkv,
+                T* act, float* share_state, float* share_sum, unsigned* arrivals, const float* token_weight,
+                const float* position_weight, const float* table, const float* norm1_weight, const float* norm1_bias,
+                const float* norm2_weight, const float* norm2_bias, const float* norm_weight, const float* norm_bias,
+                const T* qkv_weight, const T* qkv_bias, const T* proj_weight, const T* proj_bias, const T* up_weight,
+                const T* up_bias, const T* down_weight, const T* down_bias, const T* head_weight, long long stride, int layers,
+                int count, int context, int heads, int kv_heads, int head_dim, int ffn, int vocab, bool gated, float eps,
+                int row_floats) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ Block<ROWS> block;
+    const Model<T> model = {norm1_weight, norm1_bias, norm2_weight, norm2_bias, norm_weight, norm_bias, qkv_weight, qkv_bias,
+                            proj_weight, proj_bias, up_weight, up_bias, down_weight, down_bias, head_weight, stride, layers};
+    const int dim = heads * head_dim, lane = threadIdx.x % WARP, half = head_dim / 2;
+    T* const ring = reinterpret_cast<T*>(memory);
+    float* const rows = reinterpret_cast<float*>(ring + WeightStream<T, SIZE>::DEPTH * 2 * blockDim.x * SIZE);
+    float* const owned = rows + row_floats;  // [units][2][ROWS] of the stream
+    if (threadIdx.x == 0) {
+        block.shape[QKV].set((heads + 2 * kv_heads) * head_dim, dim, table ? half : 1, SIZE);
+        block.shape[PROJ].set(dim, dim, 1, SIZE);
+        block.shape[UP].set(gated ? 2 * ffn : ffn, dim, gated ? ffn : 1, SIZE);
+        block.shape[DOWN].set(dim, ffn, 1, SIZE);
+        block.shape[HEAD].set(vocab, dim, 1, SIZE);
+    }
+    __syncthreads();  // the shapes, written above, are read by all
+    WeightStream<T, SIZE> weights(model, block.shape, ring);
+    GridBarrier barrier = {arrivals, 0};
+    const int position = lane < ROWS ? lane % count - start[lane] : 0, held = *length;
+
+    Added added = {};
+    for (int index = 0;; index++) {
+        const int which = model.product(index);
+        const Shape& shape = block.shape[which];
+        const auto wait = [&] {
+            if (index > 0) barrier.wait();
+        };
+        const auto fetch = [&](int unit) {
+            const int first = shape.first(unit), second = first + shape.distance;
+            const T* const bias = model.bias(index);
+            added.bias[0] = bias ? to_float(bias[first]) : 0.0f;
+            added.bias[1] = bias && second < shape.outputs ? to_float(bias[second]) : 0.0f;
+            if (table && which == QKV) {
+                added.cosine = table[(long long)position * 2 * half + first % half];
+                added.sine = table[((long long)position * 2 + 1) * half + first % half];
+            }
+        };
+        const auto fetch_first = [&] {
+            if (threadIdx.x / WARP < shape.units * shape.splits && lane < ROWS) fetch(threadIdx.x / WARP / shape.splits);
+        };
+        if (which != PROJ) fetch_first();
+        if (which == PROJ) {
+            const long long cached = (long long)(index / OF_LAYER) * (ROWS / count) * context * kv_heads * head_dim;
+            const Attention<T> attention = {qkv,  keys + cached, values + cached, share_state, share_sum, held,
+                                            count, context,       heads,           kv_heads,    head_dim};
+            make_shares<T, SIZE, ROWS>(attention, barrier, rows);
+            barrier.arrive();
+            fetch_first();
+            barrier.wait();
+            constexpr int PART = SIZE == 1 ? 1 : 2;
+#pragma unroll 1
+            for (int i = threadIdx.x * PART; i < ROWS * dim; i += blockDim.x * PART) {
+                const int r = i / dim, column = i % dim;
+                float x[PART];
+                load_attended(x, attention, r, column / head_dim, column % head_dim);
+#pragma unroll
+                for (int j = 0; j < PART; j++) rows[r * dim + held_at<SIZE>(column, dim) + j] = x[j];
+            }
+        } else if (which == DOWN) {
+            wait();
+            for (int i = threadIdx.x * SIZE; i < ROWS * ffn; i += blockDim.x * SIZE) {
+                const Packed<T, SIZE> loaded = load_written<SIZE>(act + i);
+                float x[SIZE];
+#pragma unroll
+                for (int j = 0; j < SIZE; j++) x[j] = loaded(j);
+                hold<SIZE>(rows + i / ffn * ffn, i % ffn, ffn, x);
+            }
+        } else {
+            const auto load = [&](auto& x, int r, int i) {
+                constexpr int PART = sizeof(x) / sizeof(float);
+                if (index == 0) {
+                    float at_position[PART] = {};
+                    load_floats(x, token_weight + (long long)tokens[r] * dim + i);
+                    if (position_weight) load_floats(at_position, position_weight + (long long)(r % count - start[r]) * dim + i);
+#pragma unroll
+                    for (int j = 0; j < PART; j++) x[j] += at_position[j];
+                } else {
+                    const auto loaded = load_written<PART>(stream + r * dim + i);
+#pragma unroll
+                    for (int j = 0; j < PART; j++) x[j] = loaded(j);
+                }
+            };
+            const auto keep_owned = [&] {
+                const int pairs = block.shape[DOWN].units;
+                if (index == 0)
+                    for (int i = threadIdx.x; i < pairs * 2 * ROWS; i += blockDim.x) {
+                        const int r = i % ROWS, output = block.shape[DOWN].first(i / (2 * ROWS)) + i / ROWS % 2;
+                        if (output < dim) owned[i] = rows[r * dim + held_at<SIZE>(output, dim)];
+                    }
+            };
+            const auto store = [&](int r, int i, float x) {
+                if (which == HEAD && blockIdx.x == 0) norm[r * dim + i] = from_float<T>(x);
+            };
+            make_norm<SIZE, ROWS>(rows, block, model.scale(index), model.shift(index), dim, eps, wait, load, keep_owned, store);
+        }
+        __syncthreads();  // the rows, written above, are read by all warps
+        if (which == HEAD) let_next_start();  // all blocks are on the GPU, so none lacks the room that the next kernel takes
+        multiply<T, SIZE, ROWS>(weights, rows, block, shape, fetch, [&](int r, int unit, float a, float b) {
+            const int first = shape.first(unit), second = first + shape.distance;
+            a += added.bias[0], b += added.bias[1];
+            if (which == PROJ || which == DOWN) {
+                float* const own = owned + unit * 2 * ROWS + r;
+                publish(stream + r * dim + first, own[0] += a);
+                if (second < dim) publish(stream + r * dim + second, own[ROWS] += b);
+                return;
+            }
+            if (which == UP && gated) {
+                publish(act + (long long)r * ffn + first, from_float<T>(a * sigmoid(a) * b));
+                return;
+            }
+            if (which == UP) a *= sigmoid_of_cubic(a), b *= sigmoid_of_cubic(b);
+            if (which == QKV && table && first < (heads + kv_heads) * head_dim) {
+                const float turned = fmaf(a, added.cosine, -b * added.sine);
+                b = fmaf(a, added.sine, b * added.cosine);
+                a = turned;
+            }
+            T* const out = (which == QKV ? qkv : which == UP ? act : logits) + (long long)r * shape.outputs;
+            publish(out + first, from_float<T>(a));
+            if (second < shape.outputs) publish(out + second, from_float<T>(b));
+        });
+        if (which == HEAD) break;
+        barrier.arrive();
+    }
+}
