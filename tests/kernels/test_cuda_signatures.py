@@ -14,8 +14,10 @@ import pytest
 
 pytest.importorskip("cupy")
 
+from kernels.config import ModelConfig
 from kernels.cpu import CpuOps
 from kernels.cuda.launch import BF16, FLOAT, TENSOR_MAP, Kernel, Template, arguments
+from kernels.parameters import flat_size, named, parameter_table
 
 ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
 STORAGES = (FLOAT, BF16)
@@ -56,7 +58,7 @@ class RecordingDevice:
         self.storage, self.attention = storage, attention
         self.precision = "bf16" if storage == BF16 else "fp32"
         self.launched: set[tuple[Kernel, Template]] = set()
-        self.finished = np.zeros(4 * self.processors, np.int32)
+        self.finished, self.arrivals = np.zeros(4 * self.processors, np.int32), np.zeros(1, np.uint32)
 
     def launch(self, kernel: Kernel, template: Template, grid: Any, block: Any, *, shared_bytes: int = 0, **given: Any) -> None:
         """Check what Device.launch is given."""
@@ -159,12 +161,6 @@ def product_calls(m: Maker, s: Sizes) -> Calls:
     yield "matmul_forward", (out, inp, weight), {}
     for few in range(1, 5):
         yield "matmul_forward", (t(few, s.padded_vocab), t(few, dim), weight, t(s.padded_vocab)), {}
-    rope = (m.ids(1, 4), f(8, 2, 2), 3)
-    for parts in ((f(dim),), (f(dim), f(dim))):
-        for options in ({}, {"activation": "gelu"}, {"activation": "swiglu"}, {"rope": rope}):
-            wide = t(4, s.padded_vocab // (2 if options == {"activation": "swiglu"} else 1))
-            yield "norm_linear_rows", (wide, f(4, dim), parts, weight, t(s.padded_vocab)), {"eps": 1e-5, **options}
-    yield "residual_linear_rows", (f(4, s.padded_vocab), t(4, dim), weight), {}
     for add in (False, True):
         yield "matmul_backward", (inp, f(s.padded_vocab, dim), out, inp, weight), {"add_dinp": add}
 
@@ -181,6 +177,23 @@ def attention_calls(m: Maker, s: Sizes) -> Calls:
     yield "attention_backward", (qkv, out, out, lse, qkv, ids), {}
     cache = (t(batch, 2 * length, s.kv_heads, head_dim) for _ in range(2))
     yield "decode_attention_forward", (out, qkv, *cache, m.ids()), {}
+
+
+def step_calls(m: Maker, s: Sizes) -> Calls:
+    """A pass of the model in one kernel, of each number of rows."""
+    sizes = {"vocab_size": s.vocab_size, "layers": 2, "heads": s.heads, "kv_heads": s.kv_heads, "ffn": s.dim, "context": 8}
+    gpt2: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}
+    for parts in ({}, gpt2):
+        c = ModelConfig(**sizes, dim=s.heads * s.head_dim, **parts)
+        names = parameter_table(c)
+        weights, parameters = named(m.stored(flat_size(names)), names), named(m.single(flat_size(names)), names)
+        table = None if parts else m.single(c.context, 2, c.head_dim // 2)
+        head = weights["tok.weight"] if parts else weights["head.weight"][0]
+        for batch, count in ((1, 1), (2, 1), (1, 3), (2, 2)):
+            outs = m.stored(batch * count, c.padded_vocab), m.stored(batch * count, c.dim)
+            cache = (m.stored(c.layers, batch, c.context, c.kv_heads, c.head_dim) for _ in range(2))
+            ids = m.ids(batch, count), m.ids(batch, count), m.ids()
+            yield "decode_step", (*outs, *ids, *cache, weights, parameters, head, table), {"config": c}
 
 
 def update_calls(m: Maker, s: Sizes) -> Calls:
@@ -204,13 +217,13 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
 
 def calls(storage: np.dtype[Any], sizes: Sizes) -> Calls:
     """One call, or more, of each launcher."""
-    for make in (row_calls, product_calls, attention_calls, update_calls):
+    for make in (row_calls, product_calls, attention_calls, step_calls, update_calls):
         yield from make(Maker(storage), sizes)
 
 
 def module_of(name: str) -> Any:
     """The launchers' module of an operation's function."""
-    operation = name.removeprefix("norm_").removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
+    operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
     return import_module(f"kernels.cuda.{'sampling' if name == 'ban' else operation}")
 
 
@@ -248,7 +261,7 @@ def test_only_tensor_maps_pass_as_such() -> None:
 def test_every_operation_is_called() -> None:
     operations = {name for name, value in vars(CpuOps).items() if isinstance(value, staticmethod)}
     called = {name for name, _, _ in calls(FLOAT, SIZES[0])}
-    assert called == operations | {"norm_linear_rows", "residual_linear_rows"}  # which the GPU alone has
+    assert called == operations | {"decode_step"}  # which the GPU alone has
 
 
 # An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.
