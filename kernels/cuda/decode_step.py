@@ -54,10 +54,10 @@ def decode_step(
     Cost: reads each weight once, and the cache's rows H / KV times (from L2 all but once).
     Workspace: decode_step_workspace_bytes.
     """
-    (batch, count), c, dtype = tokens.shape, config, logits.dtype
+    c, dtype = config, logits.dtype
     assert tokens.size <= fused_rows(device, dtype, config), f"decode_step: {tokens.size} rows"
     stream, qkv, act, state, total = device.workspace(*_scratch(config, tokens.size, dtype))
-    tensors = {f"{name}_weight": parameters[f"blocks.0.{name}.weight"] for name in _NORMS} | {
+    tensors: dict[str, Any] = {f"{name}_weight": parameters[f"blocks.0.{name}.weight"] for name in _NORMS} | {
         f"{name}_weight": weights[f"blocks.0.{name}.weight"] for name in _LINEARS
     }
     tensors |= {f"{name}_bias": parameters.get(f"blocks.0.{name}.bias") for name in _NORMS}
@@ -69,11 +69,11 @@ def decode_step(
     threads = _threads(device, c, dtype)
     device.launch(
         _STEP, (dtype, size, tokens.size), device.processors, threads,
-        shared_bytes=_shared_bytes(device, c, dtype, threads), logits=logits, norm=norm, tokens=tokens, start=start, length=length,
-        keys=keys, values=values, stream=stream, qkv=qkv, act=act, share_state=state, share_sum=total, arrivals=device.arrivals,
-        table=table, **tensors, stride=_stride(c, weights, parameters), layers=c.layers, count=count, context=c.context,
-        heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, ffn=c.ffn, vocab=len(head), gated=c.mlp == "swiglu",
-        eps=c.norm_eps, row_floats=_row_floats(c, threads),
+        shared_bytes=_shared_bytes(device, c, dtype, threads), logits=logits, norm=norm, tokens=tokens, start=start,
+        length=length, keys=keys, values=values, stream=stream, qkv=qkv, act=act, share_state=state, share_sum=total,
+        arrivals=device.arrivals, table=table, **tensors, stride=_stride(c, weights, parameters), layers=c.layers,
+        count=tokens.shape[1], context=c.context, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, ffn=c.ffn,
+        vocab=len(head), gated=c.mlp == "swiglu", eps=c.norm_eps, row_floats=_row_floats(c, threads),
     )  # fmt: skip
 
 
@@ -117,11 +117,11 @@ def _row_floats(c: ModelConfig, threads: int) -> int:
 
 def _shared_bytes(device: Device, c: ModelConfig, dtype: np.dtype[Any], threads: int) -> int:
     """The ring of weights, the input rows, and the elements of the stream that a block owns."""
-    owned = -(-(-(-c.dim // 2)) // device.processors) * 2 * MOST_ROWS
+    owned = -(-c.dim // (2 * device.processors)) * 2 * MOST_ROWS
     return _DEPTH * 2 * threads * _size(c, dtype) * dtype.itemsize + 4 * (_row_floats(c, threads) + owned)
 
 
-def _stride(c: ModelConfig, weights: Mapping[str, Array], parameters: Mapping[str, Array]) -> int:
+def _stride(c: ModelConfig, weights: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
     """Elements from a tensor of one layer to that of the next, the same for all of them."""
     distances = {
         (tensors[name.replace(".0.", f".{i}.", 1)].data.ptr - tensors[name].data.ptr) / (tensors[name].itemsize * i)

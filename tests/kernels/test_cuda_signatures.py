@@ -181,10 +181,10 @@ def attention_calls(m: Maker, s: Sizes) -> Calls:
 
 def step_calls(m: Maker, s: Sizes) -> Calls:
     """A pass of the model in one kernel, of each number of rows."""
-    sizes = {"vocab_size": s.vocab_size, "layers": 2, "heads": s.heads, "kv_heads": s.kv_heads, "ffn": s.dim, "context": 8}
+    sizes: dict[str, Any] = {"vocab_size": s.vocab_size, "layers": 2, "heads": s.heads, "kv_heads": s.kv_heads, "ffn": s.dim}
     gpt2: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}
     for parts in ({}, gpt2):
-        c = ModelConfig(**sizes, dim=s.heads * s.head_dim, **parts)
+        c = ModelConfig(**sizes, context=8, dim=s.heads * s.head_dim, **parts)
         names = parameter_table(c)
         weights, parameters = named(m.stored(flat_size(names)), names), named(m.single(flat_size(names)), names)
         table = None if parts else m.single(c.context, 2, c.head_dim // 2)
