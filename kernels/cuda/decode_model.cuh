@@ -50,10 +50,12 @@ struct Shape {
         splits = max(1, min(warps / ((pairs + blocks - 1) / blocks), vectors));
         stages = (vectors + splits - 1) / splits;
     }
+    // Divisions are spared where they can be: a phase is short, and each takes some 50 ns of it.
     int first(int unit) const {
         const int pair = blockIdx.x + unit * gridDim.x;
-        return pair / distance * 2 * distance + pair % distance;
+        return distance == 1 ? 2 * pair : pair / distance * 2 * distance + pair % distance;
     }
+    int unit(int item) const { return splits == 1 ? item : item / splits; }
 };
 
 // The weights of a warp's items, of all products one after the other, DEPTH stages ahead of their use: what is on its way knows
@@ -64,41 +66,63 @@ struct WeightStream {
 
     const Model<T>& model;
     const Shape* shapes;
-    T* ring;  // [DEPTH][2][threads] vectors
-    int slot, index, item, stage, split;
+    T* ring;         // [DEPTH][2][threads] vectors
+    int slot, owed;  // of the oldest stage, and how many places before it are free
+    int index, item, stage, split;  // of what is copied next
     const T* row[2];
 
     WeightStream(const Model<T>& model_, const Shape* shapes_, T* ring_)
-        : model(model_), shapes(shapes_), ring(ring_ + threadIdx.x * SIZE), slot(0), index(0), item(threadIdx.x / WARP), stage(0) {
+        : model(model_), shapes(shapes_), ring(ring_ + threadIdx.x * SIZE), slot(0), owed(DEPTH), index(0),
+          item(threadIdx.x / WARP), stage(0) {
         settle();
-#pragma unroll 1  // code is read from memory, too
-        for (int i = 0; i < DEPTH; i++) advance();
+        refill();
     }
 
-    // The next stage of the current item, once it has come; then its place is filled with what comes DEPTH stages later.
-    void take(Packed<T, SIZE> (&weight)[2]) {
-        wait_copies<DEPTH - 1>();
-        weight[0].load(place(0));
-        weight[1].load(place(1));
+    // Until the next `stages`, DEPTH at most, have come.
+    void await(int stages) {
+        refill();
+        await_at_most<1>(stages);
     }
-    void advance() {
-        if (index <= model.last()) {
-            const Shape& shape = shapes[model.product(index)];
-            const int i = ((stage * shape.splits + split) * WARP + threadIdx.x % WARP) * SIZE;
-            copy(place(0), row[0] + i, i < shape.inputs);
-            copy(place(1), row[1] + i, i < shape.inputs);
-            if (++stage == shape.stages) {
-                stage = 0;
-                item += blockDim.x / WARP;
-                settle();
+    // Of these the i-th.
+    void get(int i, Packed<T, SIZE> (&weight)[2]) const {
+        weight[0].load(place(slot + i, 0));
+        weight[1].load(place(slot + i, 1));
+    }
+    // They have been read.
+    void release(int stages) {
+        slot += stages;
+        owed = stages;
+    }
+    // Fill the places that are free. A group of copies is a stage, an empty one at the end, so that a wait means the same all along.
+    void refill() {
+#pragma unroll 1  // code is read from memory, too
+        for (; owed > 0; owed--) {
+            if (index <= model.last()) {
+                const Shape& shape = shapes[model.product(index)];
+                const int i = ((stage * shape.splits + split) * WARP + threadIdx.x % WARP) * SIZE;
+                copy(place(slot - owed, 0), row[0] + i, i < shape.inputs);
+                copy(place(slot - owed, 1), row[1] + i, i < shape.inputs);
+                if (++stage == shape.stages) {
+                    stage = 0;
+                    item += blockDim.x / WARP;
+                    settle();
+                }
             }
+            commit_copies();
         }
-        commit_copies();  // empty at the end, so that a wait means the same all along
-        slot = slot + 1 == DEPTH ? 0 : slot + 1;
     }
 
 private:
-    T* place(int output) const { return ring + (slot * 2 + output) * (int)blockDim.x * SIZE; }
+    static_assert((DEPTH & (DEPTH - 1)) == 0);
+    T* place(int at, int output) const { return ring + ((at & (DEPTH - 1)) * 2 + output) * (int)blockDim.x * SIZE; }
+
+    template <int STAGES>
+    static void await_at_most(int stages) {
+        if constexpr (STAGES < DEPTH) {
+            if (stages > STAGES) return await_at_most<STAGES + 1>(stages);
+        }
+        wait_copies<DEPTH - STAGES>();
+    }
 
     static void copy(T* to, const T* from, bool valid) {
         if constexpr (Packed<T, SIZE>::BYTES == 16) {
@@ -119,9 +143,9 @@ private:
         }
         if (index > model.last()) return;
         const Shape& shape = shapes[model.product(index)];
-        const int first = shape.first(item / shape.splits);
+        const int unit = shape.unit(item), first = shape.first(unit);
         const T* const weight = model.weight(index);
-        split = item % shape.splits;
+        split = item - unit * shape.splits;
         row[0] = weight + (long long)first * shape.inputs;
         row[1] = weight + (long long)min(first + shape.distance, shape.outputs - 1) * shape.inputs;
     }

@@ -24,6 +24,12 @@ int held_at(int i, int inputs) {
     else return i;
 }
 
+// PART floats to shared memory: store_floats is for global memory alone.
+inline void store_shared(float* address, const float (&from)[1]) { *address = from[0]; }
+inline void store_shared(float* address, const float (&from)[4]) {
+    *reinterpret_cast<float4*>(address) = make_float4(from[0], from[1], from[2], from[3]);
+}
+
 // The vector that begins at element i.
 template <int SIZE>
 void load_held(float (&to)[SIZE], const float* row, int i, int inputs) {
@@ -44,7 +50,7 @@ void hold(float* row, int i, int inputs, const float (&from)[SIZE]) {
         float part[PART];
 #pragma unroll
         for (int k = 0; k < PART; k++) part[k] = from[j + k];
-        store_floats(row + held_at<SIZE>(i, inputs) + j / PART * (inputs / 2), part);
+        store_shared(row + held_at<SIZE>(i, inputs) + j / PART * (inputs / 2), part);
     }
 }
 
@@ -93,7 +99,7 @@ void make_norm(float* rows, Block<ROWS>& block, const float* weight, const float
         for (int r = 0; r < ROWS; r++) {
             float x[PART];
             load(x, r, i);
-            store_floats(rows + r * dim + held_at<SIZE>(i, dim), x);
+            store_shared(rows + r * dim + held_at<SIZE>(i, dim), x);
         }
     __syncthreads();  // the rows, written above, are read below by a warp each
     for (int r = threadIdx.x / WARP; r < ROWS; r += blockDim.x / WARP) {
@@ -115,7 +121,7 @@ void make_norm(float* rows, Block<ROWS>& block, const float* weight, const float
                 x[j] = fmaf(__fmul_rn(x[j] - block.mean[r], block.rstd[r]), part.scale[j], part.shift[j]);
                 store(r, i + j, x[j]);
             }
-            store_floats(rows + r * dim + held_at<SIZE>(i, dim), x);
+            store_shared(rows + r * dim + held_at<SIZE>(i, dim), x);
         }
     }
 }

@@ -12,7 +12,7 @@
 #include "grid_barrier.cuh"
 
 constexpr int SHARES = 8, SMALLEST_SHARE = 64;  // not tuned
-constexpr int LANES = 8;                        // not tuned
+constexpr int LANES = 16;                       // not tuned
 constexpr int LARGEST_HEAD_DIM = 128;
 
 inline float minus_infinity() { return __int_as_float(0xff800000); }
@@ -40,7 +40,7 @@ struct Attention {
 template <typename T, int SIZE>
 struct Features {
     static constexpr int PARTS = LARGEST_HEAD_DIM / (LANES * SIZE);
-    static constexpr int AHEAD = sizeof(Packed<T, SIZE>) < SIZE * sizeof(float) ? 2 : 1;  // keys and values that registers hold; not tuned
+    static constexpr int AHEAD = sizeof(Packed<T, SIZE>) < SIZE * sizeof(float) ? 4 : 2;  // not tuned
     Packed<T, SIZE> part[PARTS];
 
     static int place(int p) { return (p * LANES + threadIdx.x % LANES) * SIZE; }

@@ -37,18 +37,23 @@ struct Added {
 template <typename T, int SIZE, int ROWS, typename Fetch, typename Finish>
 void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<ROWS>& block, const Shape& shape, Fetch fetch,
               Finish finish) {
+    constexpr int DEPTH = WeightStream<T, SIZE>::DEPTH;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
     const int items = shape.units * shape.splits, splits = shape.splits;
     for (int round = 0; round < items; round += warps) {  // a block's warps go round equally often, for they meet
-        const int item = round + warp;
+        const int item = round + warp, unit = shape.unit(item), split = item - unit * splits;
         if (item < items) {
             float sums[2][ROWS] = {};
-#pragma unroll 1  // what is under way is in the ring, not in registers
-            for (int stage = 0; stage < shape.stages; stage++) {
-                const int i = ((stage * splits + item % splits) * WARP + lane) * SIZE;
-                Packed<T, SIZE> w[2];
-                weights.take(w);
-                if (i < shape.inputs) {
+#pragma unroll 1
+            for (int first = 0; first < shape.stages; first += DEPTH) {
+                const int stages = min(DEPTH, shape.stages - first);
+                weights.await(stages);
+#pragma unroll 2
+                for (int s = 0; s < stages; s++) {
+                    const int i = (((first + s) * splits + split) * WARP + lane) * SIZE;
+                    if (i >= shape.inputs) break;
+                    Packed<T, SIZE> w[2];
+                    weights.get(s, w);
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
                         float x[SIZE];
@@ -59,8 +64,9 @@ void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<ROWS>& bl
                             for (int o = 0; o < 2; o++) sums[o][r] = fmaf(x[j], w[o](j), sums[o][r]);
                     }
                 }
-                weights.advance();  // after the sums have read its place
+                weights.release(stages);
             }
+            if (item + warps < items) weights.refill();  // else while the block waits for others
 #pragma unroll
             for (int o = 0; o < 2; o++)
 #pragma unroll
@@ -71,11 +77,11 @@ void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<ROWS>& bl
         }
         if (splits > 1) __syncthreads();  // the shares, written above, are added up below by the unit's first warp, a lane a row;
         else __syncwarp();                // here it is the warp's own
-        if (item < items && item % splits == 0 && lane < ROWS) {
+        if (item < items && split == 0 && lane < ROWS) {
             float a = 0.0f, b = 0.0f;
             for (int i = 0; i < splits; i++) a += block.of_warp[warp + i][0][lane], b += block.of_warp[warp + i][1][lane];
-            finish(lane, item / splits, a, b);
-            if (item + warps < items) fetch((item + warps) / splits);
+            finish(lane, unit, a, b);
+            if (item + warps < items) fetch(item + warps);  // then an item is a unit
         }
         __syncwarp();  // separates these reads from the next round's writes; of several rounds a warp reads what is its own
     }
@@ -101,12 +107,11 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
     T* const ring = reinterpret_cast<T*>(memory);
     float* const rows = reinterpret_cast<float*>(ring + WeightStream<T, SIZE>::DEPTH * 2 * blockDim.x * SIZE);
     float* const owned = rows + row_floats;  // [units][2][ROWS] of the stream
-    if (threadIdx.x == 0) {
-        block.shape[QKV].set((heads + 2 * kv_heads) * head_dim, dim, table ? half : 1, SIZE);
-        block.shape[PROJ].set(dim, dim, 1, SIZE);
-        block.shape[UP].set(gated ? 2 * ffn : ffn, dim, gated ? ffn : 1, SIZE);
-        block.shape[DOWN].set(dim, ffn, 1, SIZE);
-        block.shape[HEAD].set(vocab, dim, 1, SIZE);
+    if (threadIdx.x < PRODUCTS) {  // a thread each, for divisions take their time
+        const int which = threadIdx.x, distance = which == QKV && table ? half : which == UP && gated ? ffn : 1;
+        const int up = gated ? 2 * ffn : ffn, all_heads = (heads + 2 * kv_heads) * head_dim;
+        const int outputs = which == QKV ? all_heads : which == UP ? up : which == HEAD ? vocab : dim;
+        block.shape[which].set(outputs, which == DOWN ? ffn : dim, distance, SIZE);
     }
     __syncthreads();  // the shapes, written above, are read by all
     WeightStream<T, SIZE> weights(model, block.shape, ring);
@@ -131,7 +136,7 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
             }
         };
         const auto fetch_first = [&] {
-            if (threadIdx.x / WARP < shape.units * shape.splits && lane < ROWS) fetch(threadIdx.x / WARP / shape.splits);
+            if (threadIdx.x / WARP < shape.units * shape.splits && lane < ROWS) fetch(shape.unit(threadIdx.x / WARP));
         };
         if (which != PROJ) fetch_first();
         if (which == PROJ) {
@@ -145,7 +150,7 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
             constexpr int PART = SIZE == 1 ? 1 : 2;
 #pragma unroll 1
             for (int i = threadIdx.x * PART; i < ROWS * dim; i += blockDim.x * PART) {
-                const int r = i / dim, column = i % dim;
+                const int r = ROWS == 1 ? 0 : i / dim, column = i - r * dim;
                 float x[PART];
                 load_attended(x, attention, r, column / head_dim, column % head_dim);
 #pragma unroll
@@ -158,7 +163,8 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
                 float x[SIZE];
 #pragma unroll
                 for (int j = 0; j < SIZE; j++) x[j] = loaded(j);
-                hold<SIZE>(rows + i / ffn * ffn, i % ffn, ffn, x);
+                const int r = ROWS == 1 ? 0 : i / ffn;
+                hold<SIZE>(rows + r * ffn, i - r * ffn, ffn, x);
             }
         } else {
             const auto load = [&](auto& x, int r, int i) {
@@ -215,5 +221,6 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
         });
         if (which == HEAD) break;
         barrier.arrive();
+        weights.refill();
     }
 }
