@@ -58,13 +58,15 @@ void hold(float* row, int i, int inputs, const float (&from)[SIZE]) {
 template <int PART>
 void statistics(float& mean, float& rstd, const float* row, int dim, bool centred, float eps) {
     const auto sum_of = [&](auto term) {
-        float sum = 0.0f;
+        float sums[PART] = {}, sum = 0.0f;  // a chain of additions each
         for (int i = threadIdx.x % WARP * PART; i < dim; i += WARP * PART) {
             float x[PART];
             load_floats(x, row + i);
 #pragma unroll
-            for (int j = 0; j < PART; j++) sum = term(x[j], sum);
+            for (int j = 0; j < PART; j++) sums[j] = term(x[j], sums[j]);
         }
+#pragma unroll
+        for (int j = 0; j < PART; j++) sum += sums[j];
         return warp_reduce(sum, Sum());
     };
     mean = centred ? sum_of([](float x, float sum) { return sum + x; }) / dim : 0.0f;

@@ -27,9 +27,11 @@
 #include "decode_shares.cuh"
 #include "overlap.cuh"
 
-// What comes to the sums of a unit: fetched an item ahead, by the lanes that add it.
+// What comes to the sums of a unit: fetched an item ahead, by the lanes that add it, and not touched before.
+template <typename T>
 struct Added {
-    float bias[2], cosine, sine;
+    T bias[2];
+    float cosine, sine;
 };
 
 // Of one product, a row's pair of outputs after the other; finish(row, unit, a, b) gets them, and `added` of the unit is fetched by
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
     GridBarrier barrier = {arrivals, 0};
     const int position = lane < ROWS ? lane % count - start[lane] : 0, held = *length;
 
-    Added added = {};
+    Added<T> added = {};
     for (int index = 0;; index++) {
         const int which = model.product(index);
         const Shape& shape = block.shape[which];
@@ -128,8 +130,8 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
         const auto fetch = [&](int unit) {
             const int first = shape.first(unit), second = first + shape.distance;
             const T* const bias = model.bias(index);
-            added.bias[0] = bias ? to_float(bias[first]) : 0.0f;
-            added.bias[1] = bias && second < shape.outputs ? to_float(bias[second]) : 0.0f;
+            if (bias) added.bias[0] = bias[first];
+            if (bias && second < shape.outputs) added.bias[1] = bias[second];
             if (table && which == QKV) {
                 added.cosine = table[(long long)position * 2 * half + first % half];
                 added.sine = table[((long long)position * 2 + 1) * half + first % half];
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
         if (which == HEAD) let_next_start();  // all blocks are on the GPU, so none lacks the room that the next kernel takes
         multiply<T, SIZE, ROWS>(weights, rows, block, shape, fetch, [&](int r, int unit, float a, float b) {
             const int first = shape.first(unit), second = first + shape.distance;
-            a += added.bias[0], b += added.bias[1];
+            if (which != HEAD && qkv_bias) a += to_float(added.bias[0]), b += to_float(added.bias[1]);
             if (which == PROJ || which == DOWN) {
                 float* const own = owned + unit * 2 * ROWS + r;
                 publish(stream + r * dim + first, own[0] += a);
