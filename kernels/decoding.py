@@ -82,7 +82,7 @@ class Decoding:
         host = np.empty((1 + 2 * tokens.size,), np.int32)
         host[0], host[1 : 1 + tokens.size], host[1 + tokens.size :] = cache.length, -cache.length, tokens.reshape(-1)
         appended = self._input("appended", host)
-        model, fused = self._model, count == last and tokens.size <= self.ops.fused_rows(self.config)
+        model, fused = self._model, count == last and tokens.size <= self._model.fused_rows
         rows = self._arena.view("branch", (batch * last, self.config.dim))
 
         def work() -> None:

@@ -57,6 +57,7 @@ class Transformer:
     ) -> None:
         self.config, self.numerics, self.ops = config, numerics, ops
         self.weights, self.parameters, self.grads, self.arena = weights, parameters, grads, arena
+        self.fused_rows = ops.fused_rows(config)
         self.rope = ops.rope_table(config.context, config.head_dim, config.rope_base) if config.position == "rope" else None
 
     def forward(self, tokens: Array, start: Array, cache: Cache | None = None, cached: Array | None = None) -> Array:
@@ -94,7 +95,7 @@ class Transformer:
         return self._norm_forward("norm", 0, residual, branch)
 
     def step(self, norm: Array, tokens: Array, start: Array, cache: Cache, cached: Array) -> Array:
-        """forward, and head_logits(0), of few new tokens (B, n) behind a cache: for ops.fused_rows(config) rows at most.
+        """forward, and head_logits(0), of few new tokens (B, n) behind a cache: for fused_rows rows at most.
 
         norm (rows, C) is overwritten with what forward returns. Nothing is kept for a way back.
         """
