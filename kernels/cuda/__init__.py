@@ -21,7 +21,7 @@ from kernels.cuda.attention import (
 from kernels.cuda.bias import bias_backward, bias_forward
 from kernels.cuda.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from kernels.cuda.decode_attention import decode_attention_forward
-from kernels.cuda.decode_step import decode_step, decode_step_workspace_bytes, fused_rows
+from kernels.cuda.decode_step import decode_step, fused_rows
 from kernels.cuda.device import Device
 from kernels.cuda.embedding import embedding_backward, embedding_forward
 from kernels.cuda.gelu import gelu_backward, gelu_forward
@@ -110,7 +110,6 @@ class CudaOps(Device):
             cublaslt.WORKSPACE_BYTES,
             attention_workspace_bytes(self, self.storage, -(-rows // c.context), c.context, c.heads, c.head_dim),
             4 * rows * c.heads * (2 + c.head_dim),  # the shares of cached attention, where all rows are new
-            decode_step_workspace_bytes(c),
             2 * 4 * c.dim * 8 * self.processors,  # partial sums of a norm's two gradients
             4 * (widest + 256) * 2 * self.processors,  # and of a bias's
             4 * (chunks * c.padded_vocab + 3) + 16 * c.padded_vocab + 4 * rows,  # the embedding's lists of rows

@@ -58,8 +58,8 @@ struct Shape {
     int unit(int item) const { return splits == 1 ? item : item / splits; }
 };
 
-// The weights of a warp's items, of all products one after the other, DEPTH stages ahead of their use: what is on its way knows
-// no barrier. A lane copies into shared memory what it will itself read, so that warps need not meet.
+// The weights of a warp's items, of all products one after the other, DEPTH stages ahead of their use, whatever the phase.
+// A lane copies into shared memory what it will itself read, so that warps need not meet.
 template <typename T, int SIZE>
 struct WeightStream {
     static constexpr int DEPTH = 8;  // not tuned; a stage of 512 threads is 16 KB

@@ -86,16 +86,15 @@ struct NormPart {
     }
 };
 
-// rows (ROWS, dim) = norm(what `load` gives of the stream), after the barrier `wait`; `raw` sees the rows before. store(row, i,
+// rows (ROWS, dim) = norm(what `load` gives of the stream, for which it waits); `raw` sees the rows before. store(row, i,
 // value) is called with each result.
-template <int SIZE, int ROWS, typename Wait, typename Load, typename Raw, typename Store>
-void make_norm(float* rows, Block<ROWS>& block, const float* weight, const float* bias, int dim, float eps, Wait wait, Load load,
+template <int SIZE, int ROWS, typename Load, typename Raw, typename Store>
+void make_norm(float* rows, Block<ROWS>& block, const float* weight, const float* bias, int dim, float eps, Load load,
                Raw raw, Store store) {
     constexpr int PART = SIZE == 1 ? 1 : 4;
     const int begin = threadIdx.x * PART, step = blockDim.x * PART;
     NormPart<PART> first, part;
     first.load(weight, bias, begin, dim);  // on its way while the block waits
-    wait();
     for (int i = begin; i < dim; i += step)
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {

@@ -9,20 +9,22 @@
 // The multiplications and additions are written out, see decode_step.cu on determinism.
 #pragma once
 
-#include "grid_barrier.cuh"
+#include "handover.cuh"
 
-constexpr int SHARES = 8, SMALLEST_SHARE = 64;  // not tuned
+constexpr int SHARES = 4, SMALLEST_SHARE = 128;  // not tuned
 constexpr int LANES = 16;                       // not tuned
 constexpr int LARGEST_HEAD_DIM = 128;
 
 inline float minus_infinity() { return __int_as_float(0xff800000); }
 
-// T arrays: qkv (rows, H + 2 KV, D) of this launch; keys and values (B, context, KV, D) of one layer. rows = B * count.
+// keys and values (B, context, KV, D) of one layer, of T; the rest is handed over: qkv (rows, H + 2 KV, D), state (rows, H, SHARES, 2),
+// m and l, and sum (rows, H, SHARES, D). rows = B * count.
 template <typename T>
 struct Attention {
-    const T* qkv;
+    const Word* qkv;
     T *keys, *values;
-    float *state, *sum;  // (rows, H, SHARES, 2), m and l, and (rows, H, SHARES, D)
+    Word *state, *sum;
+    unsigned qkv_tag, tag;  // of qkv, and of what is made of it
     int held, count, context, heads, kv_heads, head_dim;
 
     int width() const { return (heads + 2 * kv_heads) * head_dim; }
@@ -31,7 +33,7 @@ struct Attention {
     long long cached(int row, int shared, int j) const {  // passes 2^31 with 64 rows of 2^25 elements
         return (((long long)(row / count) * context + j) * kv_heads + shared) * head_dim;
     }
-    const T* fresh(int row, int shared, int j) const {
+    const Word* fresh(int row, int shared, int j) const {
         return qkv + (row / count * count + j - held) * width() + (heads + shared) * head_dim;
     }
 };
@@ -51,11 +53,16 @@ struct Features {
             if (place(p) < head_dim) part[p].load(row + place(p));
         }
     }
-    void load_fresh(const T* row, int head_dim) {
+    // What is handed over holds numbers that T holds as well.
+    void load_fresh(const Word* row, int head_dim, unsigned tag) {
 #pragma unroll
         for (int p = 0; p < PARTS; p++) {
             part[p].clear();
-            if (place(p) < head_dim) part[p] = load_written<SIZE>(row + place(p));
+            float x[SIZE];
+            if (place(p) < head_dim) {
+                while (!load_published(x, row + place(p), tag)) {}
+                part[p].set([&](int j) { return x[j]; });
+            }
         }
     }
 };
@@ -77,22 +84,15 @@ struct Seen {
     }
 };
 
-inline void load_floats_written(float (&to)[1], const float* address) { to[0] = __ldcg(address); }
-inline void load_floats_written(float (&to)[2], const float* address) {
-    const float2 both = __ldcg(reinterpret_cast<const float2*>(address));
-    to[0] = both.x, to[1] = both.y;
-}
-
-// A block's shares of all rows and heads, and the new keys and values into the cache. Waits at the barrier, once, for qkv.
+// A block's shares of all rows and heads, and the new keys and values into the cache.
 // scratch: warps * (D + 2) floats of shared memory.
 template <typename T, int SIZE, int ROWS>
-void make_shares(const Attention<T>& a, GridBarrier& barrier, float* scratch) {
+void make_shares(const Attention<T>& a, float* scratch) {
     using Row = Features<T, SIZE>;
     constexpr int AHEAD = Row::AHEAD;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP, head_dim = a.head_dim;
     const int team = threadIdx.x / LANES, teams = blockDim.x / LANES, group = a.heads / a.kv_heads;
     const float scale = 1.0f / sqrtf((float)head_dim);
-    bool waited = false;
     for (int unit = blockIdx.x; unit < SHARES * ROWS * a.heads; unit += gridDim.x) {
         const int split = unit / (ROWS * a.heads), row = unit / a.heads % ROWS, head = unit % a.heads, shared = head / group;
         const int begin = split * a.share(row), end = min(begin + a.share(row), a.visible(row));  // the keys begin <= j < end
@@ -109,15 +109,13 @@ void make_shares(const Attention<T>& a, GridBarrier& barrier, float* scratch) {
                     value[i].load(a.values + a.cached(row, shared, j), head_dim);
                 }
             }
-            if (!waited) barrier.wait();
-            waited = true;
-            if (first == begin) query.load_fresh(a.qkv + row * a.width() + head * head_dim, head_dim);
+            if (first == begin) query.load_fresh(a.qkv + row * a.width() + head * head_dim, head_dim, a.qkv_tag);
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 const int j = first + i * teams + team;
                 if (j >= a.held && j < end) {
-                    key[i].load_fresh(a.fresh(row, shared, j), head_dim);
-                    value[i].load_fresh(a.fresh(row, shared, j) + a.kv_heads * head_dim, head_dim);
+                    key[i].load_fresh(a.fresh(row, shared, j), head_dim, a.qkv_tag);
+                    value[i].load_fresh(a.fresh(row, shared, j) + a.kv_heads * head_dim, head_dim, a.qkv_tag);
                 }
             }
 #pragma unroll
@@ -160,18 +158,19 @@ void make_shares(const Attention<T>& a, GridBarrier& barrier, float* scratch) {
                 total = fmaf(scratch[i * (head_dim + 2) + 1], weight, total);
                 sum = fmaf(scratch[i * (head_dim + 2) + 2 + d], weight, sum);
             }
-            publish(a.sum + place * head_dim + d, sum);
-            if (d == 0) publish(a.state + 2 * place, largest), publish(a.state + 2 * place + 1, total);
-            if (split == 0 && head % group == 0) {
+            if (split == 0 && head % group == 0) {  // before the share is there, after which qkv may be written anew
                 const int position = a.held + row % a.count;
-                const T* const fresh = a.fresh(row, shared, position) + d;
-                load_written<1>(fresh).store(a.keys + a.cached(row, shared, position) + d);
-                load_written<1>(fresh + a.kv_heads * head_dim).store(a.values + a.cached(row, shared, position) + d);
+                const Word* const fresh = a.fresh(row, shared, position) + d;
+                float key[1], value[1];
+                while (!load_published(key, fresh, a.qkv_tag) || !load_published(value, fresh + a.kv_heads * head_dim, a.qkv_tag)) {}
+                a.keys[a.cached(row, shared, position) + d] = from_float<T>(key[0]);
+                a.values[a.cached(row, shared, position) + d] = from_float<T>(value[0]);
             }
+            publish(a.sum + place * head_dim + d, sum, a.tag);
+            if (d == 0) publish(a.state + 2 * place, largest, a.tag), publish(a.state + 2 * place + 1, total, a.tag);
         }
         __syncthreads();  // separates these reads of scratch from the next share's writes
     }
-    if (!waited) barrier.wait();
 }
 
 // Elements d and on of a row and head's attended vector, SIZE of them (1 or 2); all loads are under way at once.
@@ -179,17 +178,20 @@ template <int SIZE, typename T>
 void load_attended(float (&to)[SIZE], const Attention<T>& a, int row, int head, int d) {
     const int place = (row * a.heads + head) * SHARES, shares = (a.visible(row) + a.share(row) - 1) / a.share(row);
     float largest[SHARES], total[SHARES], sum[SHARES][SIZE], all_largest = minus_infinity(), all_total = 0.0f, all_sum[SIZE] = {};
+    bool come;
+    do {
+        come = true;
 #pragma unroll
-    for (int i = 0; i < SHARES; i++) {
-        largest[i] = minus_infinity(), total[i] = 0.0f;
-        for (int j = 0; j < SIZE; j++) sum[i][j] = 0.0f;
-        if (i < shares) {
-            load_floats_written(sum[i], a.sum + (place + i) * a.head_dim + d);
-            float state[2];
-            load_floats_written(state, a.state + 2 * (place + i));
+        for (int i = 0; i < SHARES; i++) {
+            float state[2] = {minus_infinity(), 0.0f};
+            for (int j = 0; j < SIZE; j++) sum[i][j] = 0.0f;
+            if (i < shares) {
+                const bool sum_came = load_published(sum[i], a.sum + (place + i) * a.head_dim + d, a.tag);
+                come = load_published(state, a.state + 2 * (place + i), a.tag) && sum_came && come;
+            }
             largest[i] = state[0], total[i] = state[1];
         }
-    }
+    } while (!come);
 #pragma unroll
     for (int i = 0; i < SHARES; i++) all_largest = fmaxf(all_largest, largest[i]);
 #pragma unroll

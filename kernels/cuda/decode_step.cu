@@ -9,14 +9,14 @@
 //
 // Layout: rows = B * count. tokens, start (rows,) int32, length () int32: what the cache holds already; token_weight (vocab, C),
 //         position_weight (context, C), table (context, 2, D / 2), norms (C,) fp32; linear weights (outputs, inputs) and biases of T,
-//         as are keys and values (layers, B, context, KV, D), norm (rows, C) and logits (rows, vocab). Scratch of the launch: stream
-//         (rows, C) fp32, qkv (rows, H + 2 KV, D) and act (rows, F) of T, and the shares of attention, see decode_shares.cuh.
-// Work: a block on each multiprocessor goes through the phases norm1 and qkv | attention | proj | norm2 and up | down of each layer, and
-//       through norm and head, with all the others: a grid_barrier.cuh at each |. For a product a block owns pairs of outputs, a warp
-//       sums an item of them (decode_model.cuh); each block makes all of the product's input rows anew, in shared memory. Elements of the
-//       stream are added to by the block that owns them, in both products that do, and are kept there.
-// Latency: a phase's few bytes take less time than the way to memory. So weights are on their way through all barriers, stages
-//       ahead; what else a phase needs of memory is asked for before the block waits for the others.
+//         as are keys and values (layers, B, context, KV, D), norm (rows, C) and logits (rows, vocab). words: what blocks hand each
+//         other (handover.cuh), the stream (rows, C), qkv (rows, H + 2 KV, D), act (rows, F) and the shares of decode_shares.cuh.
+// Work: a block on each multiprocessor goes through the phases norm1 and qkv | attention | proj | norm2 and up | down of each
+//       layer, and through norm and head, each as soon as it finds what the others have made before the |. For a product a block owns
+//       pairs of outputs, a warp sums an item of them (decode_model.cuh); each block makes all of the product's input rows anew, in
+//       shared memory. The block that owns an element of the stream adds to it in both products that do, and keeps it.
+// Latency: a phase's few bytes take less time than the way to memory. So weights are on their way stages ahead, whatever the phase;
+//       what else a phase needs of memory is asked for before the block waits for the others.
 // Precision: fp32 arithmetic; qkv, act and the results are rounded to T, norms and attended rows are not.
 // Determinism: every sum has a fixed order, which depends on the model, the GPU and the row's position, but not on ROWS; multiply-adds
 //              are written out, since the compiler would choose others for other ROWS.
@@ -93,8 +93,8 @@ void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<ROWS>& bl
 // products' input rows, or for the shares.
 template <typename T, int SIZE, int ROWS>
 __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
-    decode_step(T* logits, T* norm, const int* tokens, const int* start, const int* length, T* keys, T* values, float* stream, T* qkv,
-                T* act, float* share_state, float* share_sum, unsigned* arrivals, const float* token_weight,
+    decode_step(T* logits, T* norm, const int* tokens, const int* start, const int* length, T* keys, T* values, Word* words,
+                unsigned* tag_memory, const float* token_weight,
                 const float* position_weight, const float* table, const float* norm1_weight, const float* norm1_bias,
                 const float* norm2_weight, const float* norm2_bias, const float* norm_weight, const float* norm_bias,
                 const T* qkv_weight, const T* qkv_bias, const T* proj_weight, const T* proj_bias, const T* up_weight,
@@ -117,16 +117,20 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
     }
     __syncthreads();  // the shapes, written above, are read by all
     WeightStream<T, SIZE> weights(model, block.shape, ring);
-    GridBarrier barrier = {arrivals, 0};
+    const Tags tags(tag_memory);
+    // (ROWS, dim), (ROWS, H + 2 KV, D), (ROWS, ffn), and those of Attention.
+    Word* const stream = words;
+    Word* const qkv = stream + ROWS * dim;
+    Word* const act = qkv + ROWS * (heads + 2 * kv_heads) * head_dim;
     const int position = lane < ROWS ? lane % count - start[lane] : 0, held = *length;
 
     Added<T> added = {};
     for (int index = 0;; index++) {
         const int which = model.product(index);
         const Shape& shape = block.shape[which];
-        const auto wait = [&] {
-            if (index > 0) barrier.wait();
-        };
+        const unsigned tag = tags.of(1 + index), tag_before = tags.of(index);
+        // A block without a part in the product must not wait for its rows: nobody waits for it, so they may be gone.
+        const bool reads = shape.units > 0;
         const auto fetch = [&](int unit) {
             const int first = shape.first(unit), second = first + shape.distance;
             const T* const bias = model.bias(index);
@@ -143,15 +147,14 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
         if (which != PROJ) fetch_first();
         if (which == PROJ) {
             const long long cached = (long long)(index / OF_LAYER) * (ROWS / count) * context * kv_heads * head_dim;
-            const Attention<T> attention = {qkv,  keys + cached, values + cached, share_state, share_sum, held,
-                                            count, context,       heads,           kv_heads,    head_dim};
-            make_shares<T, SIZE, ROWS>(attention, barrier, rows);
-            barrier.arrive();
+            Word* const state = words + (ROWS * (2 * dim + 2 * kv_heads * head_dim + ffn) + 1) / 2 * 2;  // two are loaded at once
+            const Attention<T> attention = {qkv, keys + cached, values + cached, state, state + 2 * ROWS * heads * SHARES, tag_before,
+                                            tag, held, count, context, heads, kv_heads, head_dim};
+            make_shares<T, SIZE, ROWS>(attention, rows);
             fetch_first();
-            barrier.wait();
-            constexpr int PART = SIZE == 1 ? 1 : 2;
+            constexpr int PART = SIZE > 1 && ROWS == 1 ? 2 : 1;  // more rows would take too many registers
 #pragma unroll 1
-            for (int i = threadIdx.x * PART; i < ROWS * dim; i += blockDim.x * PART) {
+            for (int i = threadIdx.x * PART; reads && i < ROWS * dim; i += blockDim.x * PART) {
                 const int r = ROWS == 1 ? 0 : i / dim, column = i - r * dim;
                 float x[PART];
                 load_attended(x, attention, r, column / head_dim, column % head_dim);
@@ -159,16 +162,13 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
                 for (int j = 0; j < PART; j++) rows[r * dim + held_at<SIZE>(column, dim) + j] = x[j];
             }
         } else if (which == DOWN) {
-            wait();
-            for (int i = threadIdx.x * SIZE; i < ROWS * ffn; i += blockDim.x * SIZE) {
-                const Packed<T, SIZE> loaded = load_written<SIZE>(act + i);
+            for (int i = threadIdx.x * SIZE; reads && i < ROWS * ffn; i += blockDim.x * SIZE) {
                 float x[SIZE];
-#pragma unroll
-                for (int j = 0; j < SIZE; j++) x[j] = loaded(j);
+                while (!load_published(x, act + i, tag_before)) {}
                 const int r = ROWS == 1 ? 0 : i / ffn;
                 hold<SIZE>(rows + r * ffn, i - r * ffn, ffn, x);
             }
-        } else {
+        } else if (reads) {
             const auto load = [&](auto& x, int r, int i) {
                 constexpr int PART = sizeof(x) / sizeof(float);
                 if (index == 0) {
@@ -178,9 +178,7 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
 #pragma unroll
                     for (int j = 0; j < PART; j++) x[j] += at_position[j];
                 } else {
-                    const auto loaded = load_written<PART>(stream + r * dim + i);
-#pragma unroll
-                    for (int j = 0; j < PART; j++) x[j] = loaded(j);
+                    while (!load_published(x, stream + r * dim + i, tag_before)) {}
                 }
             };
             const auto keep_owned = [&] {
@@ -194,21 +192,21 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
             const auto store = [&](int r, int i, float x) {
                 if (which == HEAD && blockIdx.x == 0) norm[r * dim + i] = from_float<T>(x);
             };
-            make_norm<SIZE, ROWS>(rows, block, model.scale(index), model.shift(index), dim, eps, wait, load, keep_owned, store);
+            make_norm<SIZE, ROWS>(rows, block, model.scale(index), model.shift(index), dim, eps, load, keep_owned, store);
         }
         __syncthreads();  // the rows, written above, are read by all warps
-        if (which == HEAD) let_next_start();  // all blocks are on the GPU, so none lacks the room that the next kernel takes
+        if (which == HEAD) let_next_start();  // that is, when all blocks have come so far: they are on the GPU, and none lacks the room
         multiply<T, SIZE, ROWS>(weights, rows, block, shape, fetch, [&](int r, int unit, float a, float b) {
             const int first = shape.first(unit), second = first + shape.distance;
             if (which != HEAD && qkv_bias) a += to_float(added.bias[0]), b += to_float(added.bias[1]);
             if (which == PROJ || which == DOWN) {
                 float* const own = owned + unit * 2 * ROWS + r;
-                publish(stream + r * dim + first, own[0] += a);
-                if (second < dim) publish(stream + r * dim + second, own[ROWS] += b);
+                publish(stream + r * dim + first, own[0] += a, tag);
+                if (second < dim) publish(stream + r * dim + second, own[ROWS] += b, tag);
                 return;
             }
             if (which == UP && gated) {
-                publish(act + (long long)r * ffn + first, from_float<T>(a * sigmoid(a) * b));
+                publish(act + r * ffn + first, to_float(from_float<T>(a * sigmoid(a) * b)), tag);
                 return;
             }
             if (which == UP) a *= sigmoid_of_cubic(a), b *= sigmoid_of_cubic(b);
@@ -217,12 +215,19 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
                 b = fmaf(a, added.sine, b * added.cosine);
                 a = turned;
             }
-            T* const out = (which == QKV ? qkv : which == UP ? act : logits) + (long long)r * shape.outputs;
-            publish(out + first, from_float<T>(a));
-            if (second < shape.outputs) publish(out + second, from_float<T>(b));
+            const T rounded_a = from_float<T>(a), rounded_b = from_float<T>(b);
+            if (which == HEAD) {
+                logits[(long long)r * vocab + first] = rounded_a;
+                if (second < vocab) logits[(long long)r * vocab + second] = rounded_b;
+                return;
+            }
+            Word* const out = (which == QKV ? qkv : act) + r * shape.outputs;
+            publish(out + first, to_float(rounded_a), tag);
+            if (second < shape.outputs) publish(out + second, to_float(rounded_b), tag);
         });
         if (which == HEAD) break;
-        barrier.arrive();
         weights.refill();
+        __syncthreads();  // separates the reads of the rows from the next product's writes
     }
+    tags.end(1 + model.last());
 }

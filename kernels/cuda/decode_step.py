@@ -8,12 +8,12 @@ import numpy as np
 from kernels.config import ModelConfig
 from kernels.cuda.decode_attention import LARGEST_HEAD_DIM
 from kernels.cuda.device import Device
-from kernels.cuda.launch import FLOAT, Array, Kernel
+from kernels.cuda.launch import Array, Kernel
 from kernels.cuda.vectors import VECTOR_BYTES, VECTOR_TEMPLATES, vector_size
 
 MOST_ROWS = 4
 _STEP = Kernel("decode_step.cu", "decode_step", tuple((*t, rows) for t in VECTOR_TEMPLATES for rows in range(1, MOST_ROWS + 1)))
-_WARP, _DEPTH, _SHARES = 32, 8, 8  # the kernel's
+_WARP, _DEPTH, _SHARES = 32, 8, 4  # the kernel's
 _STATIC_BYTES = 1024  # of shared memory, at most: the kernel's Block
 # Threads of a block, the first whose shared memory there is; more have more weights under way. Not tuned.
 _THREADS = (512, 256, 128)
@@ -52,11 +52,12 @@ def decode_step(
     Precision: fp32 arithmetic; keys, values, the MLP's hidden row and the results are rounded to T.
     Determinism: bitwise repeatable on one GPU; a row's bits do not depend on how many rows there are.
     Cost: reads each weight once, and the cache's rows H / KV times (from L2 all but once).
-    Workspace: decode_step_workspace_bytes.
+    Memory: of its own, kept by the device, 8 bytes for each number that blocks hand over.
     """
     c, dtype = config, logits.dtype
     assert tokens.size <= fused_rows(device, dtype, config), f"decode_step: {tokens.size} rows"
-    stream, qkv, act, state, total = device.workspace(*_scratch(config, tokens.size, dtype))
+    words = device.kept("words", 8 * _words(c)).view(np.uint64)
+    tags = device.kept("tags", 8).view(np.uint32)
     tensors: dict[str, Any] = {f"{name}_weight": parameters[f"blocks.0.{name}.weight"] for name in _NORMS} | {
         f"{name}_weight": weights[f"blocks.0.{name}.weight"] for name in _LINEARS
     }
@@ -70,8 +71,8 @@ def decode_step(
     device.launch(
         _STEP, (dtype, size, tokens.size), device.processors, threads,
         shared_bytes=_shared_bytes(device, c, dtype, threads), logits=logits, norm=norm, tokens=tokens, start=start,
-        length=length, keys=keys, values=values, stream=stream, qkv=qkv, act=act, share_state=state, share_sum=total,
-        arrivals=device.arrivals, table=table, **tensors, stride=_stride(c, weights, parameters), layers=c.layers,
+        length=length, keys=keys, values=values, words=words, tag_memory=tags, table=table,
+        **tensors, stride=_stride(c, weights, parameters), layers=c.layers,
         count=tokens.shape[1], context=c.context, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, ffn=c.ffn,
         vocab=len(head), gated=c.mlp == "swiglu", eps=c.norm_eps, row_floats=_row_floats(c, threads),
     )  # fmt: skip
@@ -82,20 +83,9 @@ def fused_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int
     return MOST_ROWS if config.head_dim <= LARGEST_HEAD_DIM and _threads(device, config, dtype) else 0
 
 
-def decode_step_workspace_bytes(config: ModelConfig) -> int:
-    """What decode_step needs."""
-    return sum(int(np.prod(shape)) * np.dtype(kind).itemsize + 256 for shape, kind in _scratch(config, MOST_ROWS, FLOAT))
-
-
-def _scratch(c: ModelConfig, rows: int, dtype: np.dtype[Any]) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
-    """The stream, qkv, act, and of each share m and l, and o."""
-    return (
-        ((rows, c.dim), FLOAT),
-        ((rows, (c.heads + 2 * c.kv_heads) * c.head_dim), dtype),
-        ((rows, c.ffn), dtype),
-        ((rows, c.heads, _SHARES, 2), FLOAT),
-        ((rows, c.heads, _SHARES, c.head_dim), FLOAT),
-    )
+def _words(c: ModelConfig) -> int:
+    """Numbers that are handed over: the stream, qkv, act, and of each share m and l, and o."""
+    return MOST_ROWS * (2 * c.dim + 2 * c.kv_heads * c.head_dim + c.ffn + c.heads * _SHARES * (2 + c.head_dim)) + 1
 
 
 def _size(c: ModelConfig, dtype: np.dtype[Any]) -> int:

@@ -55,7 +55,7 @@ class Device:
         self._workspace = np.empty(0, np.uint8)
         # Counts of blocks that have finished a part of something; zero between operations. More are not split than fill the GPU.
         self.finished = self.allocate(4 * 4 * self.processors).view(np.int32)
-        self.arrivals = self.allocate(4).view(np.uint32)  # grid_barrier.cuh's; never reset
+        self._kept: dict[Hashable, Array] = {}
 
     def launch(
         self,
@@ -125,6 +125,12 @@ class Device:
             views.append(self._workspace[offset : offset + size].view(dtype).reshape(shape))
             offset += -(-size // 256) * 256
         return views
+
+    def kept(self, name: Hashable, size: int) -> Array:
+        """`size` bytes that one operation alone writes, zero at first and from then on as it left them."""
+        if (name, size) not in self._kept:
+            self._kept[name, size] = self.allocate(size)
+        return self._kept[name, size]
 
     def heads_map(self, array: Array) -> Array:
         """What a Hopper kernel takes for a (B, T, heads, D) array of bf16."""

@@ -58,7 +58,7 @@ class RecordingDevice:
         self.storage, self.attention = storage, attention
         self.precision = "bf16" if storage == BF16 else "fp32"
         self.launched: set[tuple[Kernel, Template]] = set()
-        self.finished, self.arrivals = np.zeros(4 * self.processors, np.int32), np.zeros(1, np.uint32)
+        self.finished = np.zeros(4 * self.processors, np.int32)
 
     def launch(self, kernel: Kernel, template: Template, grid: Any, block: Any, *, shared_bytes: int = 0, **given: Any) -> None:
         """Check what Device.launch is given."""
@@ -72,6 +72,10 @@ class RecordingDevice:
     def workspace(self, *parts: tuple[tuple[int, ...], Any]) -> list[HostArray]:
         """Arrays of these shapes and dtypes."""
         return [array(shape, dtype) for shape, dtype in parts]
+
+    def kept(self, name: str, size: int) -> HostArray:
+        """As Device's."""
+        return array((size,), np.uint8)
 
     def heads_map(self, target: HostArray) -> Any:
         """As Device's, of nothing."""
