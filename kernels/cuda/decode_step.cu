@@ -94,8 +94,8 @@ void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<ROWS>& bl
 template <typename T, int SIZE, int ROWS>
 __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
     decode_step(T* logits, T* norm, const int* tokens, const int* start, const int* length, T* keys, T* values, Word* words,
-                unsigned* tag_memory, const float* token_weight,
-                const float* position_weight, const float* table, const float* norm1_weight, const float* norm1_bias,
+                unsigned* tag_memory, const float* token_weight, const float* position_weight, const float* table,
+                const float* norm1_weight, const float* norm1_bias,
                 const float* norm2_weight, const float* norm2_bias, const float* norm_weight, const float* norm_bias,
                 const T* qkv_weight, const T* qkv_bias, const T* proj_weight, const T* proj_bias, const T* up_weight,
                 const T* up_bias, const T* down_weight, const T* down_bias, const T* head_weight, long long stride, int layers,
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
             make_norm<SIZE, ROWS>(rows, block, model.scale(index), model.shift(index), dim, eps, load, keep_owned, store);
         }
         __syncthreads();  // the rows, written above, are read by all warps
-        if (which == HEAD) let_next_start();  // that is, when all blocks have come so far: they are on the GPU, and none lacks the room
+        if (which == HEAD) let_next_start();  // when all blocks have come so far, and so are on the GPU
         multiply<T, SIZE, ROWS>(weights, rows, block, shape, fetch, [&](int r, int unit, float a, float b) {
             const int first = shape.first(unit), second = first + shape.distance;
             if (which != HEAD && qkv_bias) a += to_float(added.bias[0]), b += to_float(added.bias[1]);
