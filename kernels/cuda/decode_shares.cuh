@@ -150,9 +150,9 @@ void make_shares(const Attention<T>& a, float* scratch) {
         const int place = (row * a.heads + head) * SHARES + split;
         for (int d = threadIdx.x; d < head_dim; d += blockDim.x) {
             float largest = minus_infinity(), total = 0.0f, sum = 0.0f;  // finite in the end: a share has a key
-#pragma unroll 4
+#pragma unroll 2
             for (int i = 0; i < warps; i++) largest = fmaxf(largest, scratch[i * (head_dim + 2)]);
-#pragma unroll 4
+#pragma unroll 2
             for (int i = 0; i < warps; i++) {
                 const float weight = __expf(scratch[i * (head_dim + 2)] - largest);
                 total = fmaf(scratch[i * (head_dim + 2) + 1], weight, total);

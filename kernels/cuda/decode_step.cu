@@ -89,6 +89,24 @@ void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<ROWS>& bl
     }
 }
 
+// SIZE elements of act, from i on. `paired`: a word holds two of bf16, so that every block has less to read.
+template <typename T, int SIZE>
+void load_act(float (&to)[SIZE], const Word* act, int i, bool paired, unsigned tag) {
+    if constexpr (SIZE == 8) {
+        if (paired) {
+            float two[SIZE / 2];
+            while (!load_published(two, act + i / 2, tag)) {}
+            Packed<T, SIZE> both;
+#pragma unroll
+            for (int j = 0; j < SIZE / 2; j++) both.word[j] = __float_as_uint(two[j]);
+#pragma unroll
+            for (int j = 0; j < SIZE; j++) to[j] = both(j);
+            return;
+        }
+    }
+    while (!load_published(to, act + i, tag)) {}
+}
+
 // Grid: blocks that are on the GPU at once. Block: whole warps, MOST_THREADS at most. row_floats: the floats of shared memory for the
 // products' input rows, or for the shares.
 template <typename T, int SIZE, int ROWS>
@@ -122,6 +140,7 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
     Word* const stream = words;
     Word* const qkv = stream + ROWS * dim;
     Word* const act = qkv + ROWS * (heads + 2 * kv_heads) * head_dim;
+    const bool paired = SIZE == 8 && !gated;
     const int position = lane < ROWS ? lane % count - start[lane] : 0, held = *length;
 
     Added<T> added = {};
@@ -164,7 +183,7 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
         } else if (which == DOWN) {
             for (int i = threadIdx.x * SIZE; reads && i < ROWS * ffn; i += blockDim.x * SIZE) {
                 float x[SIZE];
-                while (!load_published(x, act + i, tag_before)) {}
+                load_act<T>(x, act, i, paired, tag_before);
                 const int r = ROWS == 1 ? 0 : i / ffn;
                 hold<SIZE>(rows + r * ffn, i - r * ffn, ffn, x);
             }
@@ -219,6 +238,10 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
             if (which == HEAD) {
                 logits[(long long)r * vocab + first] = rounded_a;
                 if (second < vocab) logits[(long long)r * vocab + second] = rounded_b;
+                return;
+            }
+            if (which == UP && paired) {
+                publish(act + (r * ffn + first) / 2, __uint_as_float(pack(a, b)), tag);
                 return;
             }
             Word* const out = (which == QKV ? qkv : act) + r * shape.outputs;
