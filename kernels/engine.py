@@ -153,13 +153,19 @@ class Engine(Decoding):
     def _forward_backward(self, tokens: Array, start: Array, targets: Array, loss_weight: Array, nll_weight: Array) -> None:
         norm, sums = self._model.forward(tokens, start), self._arena.view("nll_sums", (self.config.mtp_heads,))
         nll = self._arena.view("nll", (norm.shape[0],))
-        dnorm = norm
+        dnorm, vocab_size = self._arena.view("dnorm", norm.shape), self.config.vocab_size
         for k in range(self.config.mtp_heads):
-            logits = self._model.head_logits(k, norm)
-            self.ops.cross_entropy_backward(logits, nll, targets[k], nll_weight[k], vocab_size=self.config.vocab_size)
+            for part in self._parts(norm):
+                logits = self._model.head_logits(k, norm[part])
+                self.ops.cross_entropy_backward(logits, nll[part], targets[k, part], nll_weight[k, part], vocab_size=vocab_size)
+                self._model.head_backward(dnorm[part], k, logits, norm[part])
             self.ops.weighted_sum_forward(sums[k : k + 1].reshape(()), nll, loss_weight[k])
-            dnorm = self._model.head_backward(k, logits, norm)
         self._model.backward(dnorm, tokens, start)
+
+    def _parts(self, norm: Array) -> list[slice]:
+        """The rows of norm in parts whose logits fit their buffer."""
+        (step,) = (buffer.shape[0] for buffer in self._plan if buffer.name == "logits")
+        return [slice(first, first + step) for first in range(0, norm.shape[0], step)]
 
     def use_ops(self, ops: Any) -> None:
         """Compute with other operations from now on, as a benchmark that times each does."""
@@ -206,8 +212,11 @@ class Engine(Decoding):
         target = self._input("targets", targets.reshape(heads, -1))
         result = Evaluation(np.empty(targets.shape, self.ops.dtype), np.empty(targets.shape, np.bool_), weight)
         for k in range(heads):
-            logits = self._model.head_logits(k, norm)
-            self.ops.cross_entropy_forward(nll, correct, logits, target[k], vocab_size=self.config.vocab_size)
+            for part in self._parts(norm):
+                logits = self._model.head_logits(k, norm[part])
+                self.ops.cross_entropy_forward(
+                    nll[part], correct[part], logits, target[k, part], vocab_size=self.config.vocab_size
+                )
             result.nll[k] = self.ops.download(nll).reshape(targets.shape[1:])
             result.correct[k] = self.ops.download(correct).reshape(targets.shape[1:])
         return result
@@ -237,7 +246,7 @@ class Engine(Decoding):
     def _copy_weights(self) -> None:
         """The copy that products read, where they read one, from the parameters."""
         if "weights" in self._flat:
-            self.ops.upload(self._flat["weights"], self.ops.download(self._flat["parameters"]))
+            self.ops.rounding(self._flat["weights"], self._flat["parameters"])
 
     def _take(self, batch: Batch) -> tuple[Array, Array]:
         """Check a batch; its tokens, and where their documents begin, on the device."""

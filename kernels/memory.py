@@ -19,6 +19,8 @@ Array = np.ndarray[Any, Any]
 ALIGNMENT_BYTES = 256
 # Views that an arena keeps, since making one takes a device's library some microseconds, which a decoded token waits for.
 MOST_VIEWS = 4096
+# Logits are held for no more rows at once than this allows; a head goes over its rows in as many parts as it takes.
+LOGITS_BYTES = 2**30
 # The kinds of buffers whose size the parameters alone decide.
 FIXED = ("parameters", "gradients", "moments")
 
@@ -91,7 +93,7 @@ def activation_plan(
     for statistic in statistics:
         for name, count in (("norm1", layers), ("norm2", layers), ("norm", 1)):
             plan.append(Buffer(f"{name}_{statistic}", "activations", (rows,), dtype, count))
-    plan.append(Buffer("logits", "logits", (rows, c.padded_vocab), storage))
+    plan.append(Buffer("logits", "logits", (logits_rows(c, rows, storage), c.padded_vocab), storage))
     plan.append(Buffer("nll", "logits", (rows,), dtype))
     if training:
         plan += [
@@ -106,6 +108,12 @@ def activation_plan(
             )
         ]
     return plan
+
+
+def logits_rows(config: ModelConfig, rows: int, storage: np.dtype[Any]) -> int:
+    """Of `rows` positions, those whose logits are held at once: equal parts, and at least one position of each sequence."""
+    parts = -(-rows * config.padded_vocab * storage.itemsize // LOGITS_BYTES)
+    return max(-(-rows // parts), rows // config.context)
 
 
 def parameter_plan(

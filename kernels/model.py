@@ -147,12 +147,10 @@ class Transformer:
         self.ops.matmul_forward(logits, norm, self._head(self.weights, k))
         return logits
 
-    def head_backward(self, k: int, dlogits: Array, norm: Array) -> Array:
-        """Add head k's gradient and, to what the heads before it gave, that of its input, which is returned."""
-        dnorm = self._rows("dnorm", norm.shape[0], self.config.dim)
+    def head_backward(self, dnorm: Array, k: int, dlogits: Array, norm: Array) -> None:
+        """Add head k's gradient and, to what the heads before it gave, that of its input: head 0 overwrites dnorm."""
         head, dhead = self._head(self.weights, k), self._head(self.grads, k)
         self.ops.matmul_backward(dnorm, dhead, dlogits, norm, head, add_dinp=k > 0)
-        return dnorm
 
     def _head(self, tensors: Mapping[str, Array], k: int) -> Array:
         if self.config.tied_head:

@@ -1,6 +1,7 @@
 """The parameter table: every tensor's name, shape and place in the flat arrays, and how it begins."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,16 +108,20 @@ def named(flat: Array, table: list[Parameter]) -> dict[str, Array]:
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.float32]]:
     """Normal weights, ones for norms and zeros for biases; the same on every device. Padding rows of the vocabulary are zero."""
-    weights = {}
-    for index, p in enumerate(parameter_table(config)):
+
+    def initial(index: int, p: Parameter) -> NDArray[np.float32]:
         if p.std is None:
-            weights[p.name] = np.ones(p.shape, np.float32)
-        elif p.std == 0:
-            weights[p.name] = np.zeros(p.shape, np.float32)
-        else:
-            # A stream of its own for each tensor: another vocabulary or depth leaves the others as they were.
-            normal = np.random.Generator(np.random.PCG64([seed, index])).standard_normal(p.shape, np.float32)
-            weights[p.name] = normal * np.float32(p.std)
+            return np.ones(p.shape, np.float32)
+        if p.std == 0:
+            return np.zeros(p.shape, np.float32)
+        # A stream of its own for each tensor: another vocabulary or depth leaves the others as they were.
+        weight = np.random.Generator(np.random.PCG64([seed, index])).standard_normal(p.shape, np.float32)
+        weight *= np.float32(p.std)
         if p.name in ("tok.weight", "head.weight"):
-            weights[p.name][..., config.vocab_size :, :] = 0
-    return weights
+            weight[..., config.vocab_size :, :] = 0
+        return weight
+
+    table = parameter_table(config)
+    with ThreadPoolExecutor() as pool:  # NumPy draws without holding Python's lock
+        weights = pool.map(initial, range(len(table)), table)
+        return {p.name: weight for p, weight in zip(table, weights, strict=True)}

@@ -54,6 +54,7 @@ def run(argv: list[str]) -> None:
     validate(values)
     if arguments.write:
         write(root, values)
+        print(f"{PARAMS} written")
     elif arguments.check:
         check(root, values)
     else:

@@ -126,9 +126,9 @@ class Training:
         require("cooldown_steps", 0 <= self.cooldown_steps <= most, f"0 to steps - warmup_steps = {most}")
         for name in ("beta1", "beta2"):
             require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        require("weight_decay", self.weight_decay >= 0, "at least 0")
-        for name in ("eps", "grad_clip"):
-            require(name, getattr(self, name) > 0, "a number above 0")
+        for name in ("weight_decay", "grad_clip"):
+            require(name, getattr(self, name) >= 0, "at least 0")
+        require("eps", self.eps > 0, "a number above 0")
         require("mtp_weights", all(weight >= 0 for weight in self.mtp_weights), "weights of at least 0")
         require("mtp_weights", bool(self.mtp_weights) and self.mtp_weights[0] > 0, "a first weight (next token) above 0")
 

@@ -41,6 +41,7 @@ from kernels.cuda.rmsnorm import (
     rmsnorm_forward,
 )
 from kernels.cuda.rope import rope_backward, rope_forward
+from kernels.cuda.rounding import rounding
 from kernels.cuda.rows import LONGEST_ROW
 from kernels.cuda.sampling import ban, sampling
 from kernels.cuda.swiglu import swiglu_backward, swiglu_forward
@@ -78,6 +79,7 @@ class CudaOps(Device):
     grad_norm = grad_norm
     adamw = adamw
     sampling, ban = sampling, ban
+    rounding = rounding
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()

@@ -213,6 +213,8 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
     for copy in (None, m.stored(size)):
         scalars = (array((6,), np.bool_), double, double, array((), np.int64))
         yield "adamw", (*flat, copy, *scalars), constants
+    for count in (rows * s.dim, 7):
+        yield "rounding", (array((count,), BF16), f(count)), {}
     yield "ban", (logits, targets), {}
     for temperature in (0.0, 1.0):
         settings = {**vocab, "temperature": temperature, "top_k": 5, "top_p": 0.9}
@@ -265,7 +267,7 @@ def test_only_tensor_maps_pass_as_such() -> None:
 def test_every_operation_is_called() -> None:
     operations = {name for name, value in vars(CpuOps).items() if isinstance(value, staticmethod)}
     called = {name for name, _, _ in calls(FLOAT, SIZES[0])}
-    assert called == operations | {"decode_step"}  # which the GPU alone has
+    assert called == operations | {"decode_step", "rounding"}  # which the GPU alone has
 
 
 # An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.

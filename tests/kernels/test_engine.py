@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels import memory
 from kernels.batch import Batch, document_start, head_targets, head_weight_sums
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import AdamW, Engine
@@ -58,6 +59,20 @@ def accumulated(engine: Engine, *batches: Batch) -> Arrays:
     gradients = engine.gradients()
     update = engine.update(AdamW(), 0.0)
     return {**gradients, "nll_sums": update.nll_sums, "norm": np.array([update.grad_norm])}
+
+
+# A part of the rows that is left out, counted twice, or scored against another part's targets.
+@NAMES
+def test_logits_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch()
+    results = []
+    for most in (ROWS * CONTEXT, 15):  # rows
+        monkeypatch.setattr(memory, "LOGITS_BYTES", most * MODELS[name].padded_vocab * 8)
+        engine = make(name, dtype=np.float64)
+        evaluation = engine.evaluate(batch)
+        results.append({**accumulated(engine, batch), "nll": evaluation.nll, "correct": evaluation.correct})
+    for tensor, whole in results[0].items():
+        assert_within(tensor, results[1][tensor], whole, 1e-12 * float(np.abs(whole).max()))
 
 
 # Every logit is near 0 at first: a wrong initial scale, or a loss in bits. A logit's variance is INIT_STD^2 INIT_DIM = s^2

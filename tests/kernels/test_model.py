@@ -127,8 +127,9 @@ def test_table_is_in_the_order_of_backward(name: str) -> None:
     model = Transformer(config, Numerics(), ops, weights, weights, grads, Arena(plan, ops.allocate))
     tokens, start = np.arange(10, dtype=np.int32).reshape(2, 5), np.zeros((2, 5), np.int32)
     norm = model.forward(tokens, start)
+    dnorm = np.empty_like(norm)
     for k in range(config.mtp_heads):
-        dnorm = model.head_backward(k, model.head_logits(k, norm), norm)
+        model.head_backward(dnorm, k, model.head_logits(k, norm), norm)
     model.backward(dnorm, tokens, start)
     finished = list(dict.fromkeys(reversed(grads.order)))[::-1]
 

@@ -99,7 +99,7 @@ WRONG = [
     ("pretrain.beta1", 1.0, "below 1"),
     ("pretrain.beta2", -0.1, "at least 0"),
     ("pretrain.eps", 0, "above 0"),
-    ("pretrain.grad_clip", 0, "above 0"),
+    ("pretrain.grad_clip", -1, "at least 0"),
     ("pretrain.weight_decay", -0.1, "at least 0"),
     ("pretrain.mtp_weights", [1.0], "a weight for each of model.mtp_heads = 4"),
     ("pretrain.mtp_weights", [0.0, 1.0, 1.0, 1.0], "a first weight"),
