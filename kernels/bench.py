@@ -230,7 +230,8 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     from kernels.cuda.timing import milliseconds
 
     c, rng = MODELS[args.model], np.random.default_rng(0)
-    ops = CudaOps(Numerics(precision=args.precision, attention=args.attention))
+    ops = CudaOps(Numerics(precision=args.precision))
+    ops.attention = args.attention
     need = attention_workspace_bytes(ops, ops.storage, args.batch, args.seq, c.heads, c.head_dim)
     ops.use_workspace(ops.allocate(need))
 
@@ -274,7 +275,7 @@ def main() -> None:
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
     parser.add_argument("--matmul", choices=("cublaslt", "own"), default="cublaslt")
-    parser.add_argument("--attention", choices=("hopper", "mma", "scalar"), default="mma")
+    parser.add_argument("--attention", choices=("hopper", "mma", "scalar"), default="mma", help="hopper: alone only")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)

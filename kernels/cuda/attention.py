@@ -3,6 +3,9 @@
 Which kernel: `device.attention` "hopper" takes attention_hopper.cu on such a GPU where the arrays are bf16 and the head dim is 64
 or 128. Otherwise it is as "mma": attention_mma.cu where the arrays are bf16 and the head dim is 32, 64, 96 or 128. Everything
 else, and all of "scalar", takes attention_scalar.cu. So fp32 and tf32 are computed in fp32.
+
+Of these numerics.attention offers no "hopper": its backward pass has stopped for ever at some sizes, the cause is not found
+(kernels/NOTES.md, 2026-11-30). Tests and `kernels.bench attention` set it on the device.
 """
 
 from math import sqrt

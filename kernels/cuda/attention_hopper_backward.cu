@@ -18,6 +18,8 @@
 //       Blocks take numbers as they start, from a counter, as blockIdx promises no order; those of one head go from the last keys
 //       to the first, so each waits for a block that has started before it; and all start at their diagonals, so that one is a
 //       tile ahead of the next and nobody waits for long.
+// End: all warps of a block end together, when its last copies and the last arrivals at its barriers are over, as the next block's
+//       barriers may lie in the same places.
 // Skipped: tiles that no key of the block takes part in; only tiles on a border are masked element by element.
 // Registers: what is in flight at a time is chosen so that none spills. A sum in flight over the loop's end, or a branch between
 //       two groups of products, makes the compiler wait after each product ("serialized" in its log, which a test looks for).
@@ -179,14 +181,16 @@ void multiply(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dqk
         store_rows<HEAD_DIM>(dqkv_map, at.values + group * PARTS * OWN, heads + kv_heads + part.shared, own_first, part.b);
         wait_stores();  // they read this block's memory
     }
+    wait(at.dq_empty[group], steps % 2 ^ 1);  // the last
 }
 
 // Grid: a block for each key tile, KV and B. turns and started are zero.
 template <int HEAD_DIM>
 __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     attention_backward(const __grid_constant__ TensorMap dqkv_map, const __grid_constant__ TensorMap dout_map,
-                       const __grid_constant__ TensorMap qkv_map, bf16* dqkv, float* dq_sum, int* turns, int* started, const float* delta,
-                       const float* lse, const int* start, int length, int heads, int kv_heads, float scale) {
+                       const __grid_constant__ TensorMap qkv_map, bf16* dqkv, float* dq_sum, int* turns, int* started,
+                       const float* delta, const float* lse, const int* start, int length, int heads, int kv_heads,
+                       float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Layout<HEAD_DIM> at(memory);
     int* const number = reinterpret_cast<int*>(memory + (at.number - at.keys));
@@ -202,13 +206,14 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     if (threadIdx.x < ALL_GROUPS) {
         take_registers<224>();
         multiply(at, part, dqkv_map, memory, heads, kv_heads, scale);
-        return;
+    } else {
+        give_registers<56>();
+        const int warp = (threadIdx.x - ALL_GROUPS) / WARP;
+        if (warp == 0)
+            copy_queries(at, part, dout_map, qkv_map, reinterpret_cast<float*>(memory + (at.rows - at.keys)),
+                         memory + (at.begins - at.keys), delta, lse, start, length, heads);
+        else if (warp <= GROUPS)
+            pass_dq(at, part, warp - 1, memory, dqkv, dq_sum, turns, start, length, heads, kv_heads, scale);
     }
-    give_registers<56>();
-    const int warp = (threadIdx.x - ALL_GROUPS) / WARP;
-    if (warp == 0)
-        copy_queries(at, part, dout_map, qkv_map, reinterpret_cast<float*>(memory + (at.rows - at.keys)),
-                     memory + (at.begins - at.keys), delta, lse, start, length, heads);
-    else if (warp <= GROUPS)
-        pass_dq(at, part, warp - 1, memory, dqkv, dq_sum, turns, start, length, heads, kv_heads, scale);
+    __syncthreads();  // all end together
 }

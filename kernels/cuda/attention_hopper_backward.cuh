@@ -11,6 +11,7 @@ constexpr int QUERIES = HEAD_DIM == 64 ? 128 : 64;
 constexpr int STAGES = 2;
 constexpr int PART = 64 * 64;  // floats of dq that a warpgroup adds at a time
 constexpr int ALL_GROUPS = GROUPS * WARPGROUP;
+constexpr int PAUSE_NS = 64;  // between two looks at the turns
 
 // Addresses in shared memory.
 template <int HEAD_DIM>
@@ -80,7 +81,7 @@ void copy_keys(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& qk
     load_rows<HEAD_DIM, KEYS>(at.values, qkv_map, at.key_full[1], heads + kv_heads + part.shared, part.first, part.b);
 }
 
-// A warp: tile after tile of queries with what belongs to them.
+// A warp: tile after tile of queries with what belongs to them, until all of them have been multiplied.
 template <int HEAD_DIM>
 void copy_queries(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap& dout_map, const TensorMap& qkv_map, float* rows,
                   unsigned char* begins, const float* delta, const float* lse, const int* start, int length, int heads) {
@@ -116,6 +117,7 @@ void copy_queries(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap&
                 arrive(at.query_full[stage]);
             }
         }
+    for (const int end = step + STAGES; step < end; step++) wait(at.empty[step % STAGES], step / STAGES % 2 ^ 1);
 }
 
 // A warp: passes on what warpgroup `group` has added up for dq, in turn.
@@ -134,15 +136,17 @@ void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const unsi
             float* sum = dq_sum + index * PART;
             const int turn = (tile * TILE - part.first) / KEYS;  // from the diagonal
             const bool last = start[part.row + tile * TILE] >= part.first;
-            if (lane == 0 && turn > 0) {
-                while (load_acquire(turns + index) != turn) {}
+            if (turn > 0) {
+                // All lanes look, so that they stay together; seldom, as those that are waited for use the memory, too.
+                while (__any_sync(ALL_LANES, load_acquire(turns + index) != turn)) __nanosleep(PAUSE_NS);
                 fence_async_global();  // the copy engine, too, comes after the acquire
-                if (last) {
+                if (last && lane == 0) {
                     arrive_expecting(at.before_full[group], BYTES);
                     load_bytes(at.dq_before + group * BYTES, sum, BYTES, at.before_full[group]);
                 }
             }
             wait(at.dq_full[group], step % 2);
+            __syncwarp();  // all have seen it: once lane 0 gives dq back, the next phase may end
             if (!last) {
                 if (lane == 0) {
                     if (turn > 0)

@@ -18,7 +18,7 @@ def decode_attention_forward(device: Device, out: Array, qkv: Array, keys: Array
     Precision: fp32 arithmetic, one rounding to T at the store of out.
     Determinism: bitwise repeatable; the shares of the keys, and so the last bits, depend on B, n, length, context and GPU.
     Cost: reads the cache's rows H / KV times (from L2 all but once), whatever the context is.
-    Workspace: decode_workspace_bytes.
+    Workspace: 2 + D floats for each share of each token and head.
     """
     batch, count, heads, head_dim = out.shape
     context, kv_heads = keys.shape[1:3]
@@ -31,11 +31,6 @@ def decode_attention_forward(device: Device, out: Array, qkv: Array, keys: Array
         out=out, partial=partial, finished=device.finished, qkv=qkv, keys=keys, values=values, length=length, count=count,
         context=context, heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=1 / sqrt(head_dim),
     )  # fmt: skip
-
-
-def decode_workspace_bytes(device: Device, batch: int, count: int, heads: int, context: int, head_dim: int) -> int:
-    """What decode_attention_forward needs for `count` new tokens a row."""
-    return batch * count * heads * _splits(device, batch * count * heads, context) * (2 + head_dim) * 4
 
 
 def _splits(device: Device, rows: int, context: int) -> int:

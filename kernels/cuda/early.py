@@ -4,10 +4,11 @@ does not offer. Captured in a graph, it becomes an edge that starts the kernel a
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import cupy
+
+from kernels.cuda.driver import driver
 
 
 class _Attribute(ctypes.Structure):
@@ -28,11 +29,6 @@ class _Config(ctypes.Structure):
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def launch_early(
     function: int, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], shared_bytes: int, stream: int
 ) -> None:
@@ -49,7 +45,7 @@ def launch_early(
     values = [_value(argument) for argument in arguments]
     pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     cupy.cuda.driver.check_status(
-        _driver().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
+        driver().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
     )
 
 

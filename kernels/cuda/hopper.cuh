@@ -26,6 +26,7 @@ struct alignas(64) TensorMap {
 
 // ---- barriers in shared memory. A phase ends when `arrivals` threads have arrived and all expected bytes are there; waiting
 // for a phase by its parity returns at once if that phase is over. Waiting on a new barrier for parity 1 returns at once.
+// Two phases later the parity is the same again: nobody may let the next phase end while others still wait for this one.
 
 inline void init_barrier(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");

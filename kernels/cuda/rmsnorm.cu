@@ -26,19 +26,9 @@ __global__ void __launch_bounds__(512)
                     int rows, int dim, int stages, float eps) {
     extern __shared__ float4 shared[];  // the queue's
     for (RowQueue<T, SIZE, VECTORS, 1> queue(shared, residual, {branch}, rows, dim, stages); queue.row < rows; queue.next()) {
-        const long long start = (long long)queue.row * dim;
         queue.wait();
-        Row<float, SIZE, VECTORS> x, w;
-#pragma unroll
-        for (int v = 0; v < VECTORS; v++) x.part[v] = queue.stream(v);
-        if (branch) {
-#pragma unroll
-            for (int v = 0; v < VECTORS; v++) {
-                const auto step = queue.get(0, v);
-                x.part[v].set([&](int j) { return x(v, j) + step(j); });
-            }
-            x.store(residual_out + start, dim);
-        }
+        const Row<float, SIZE, VECTORS> x = next_stream(queue, residual_out);
+        Row<float, SIZE, VECTORS> w;
         w.load(weight, dim);  // from the first-level cache, for want of registers
         float square_sum = 0.0f;
 #pragma unroll
@@ -49,7 +39,7 @@ __global__ void __launch_bounds__(512)
         if (threadIdx.x == 0) rstd[queue.row] = scale;
         Row<T, SIZE, VECTORS> y;
         y.set([&](int v, int j) { return x(v, j) * scale * w(v, j); });
-        y.store(out + start, dim);
+        y.store(out + (long long)queue.row * dim, dim);
     }
 }
 

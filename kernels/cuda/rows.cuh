@@ -46,15 +46,6 @@ struct Row {
         for (int v = 0; v < VECTORS; v++)
             if (row_column<SIZE>(v) < dim) part[v].store(row + row_column<SIZE>(v));
     }
-
-    // Has no effect but that what was computed from the elements before is computed again after: the compiler would hold each
-    // of them as fp32 across a loop or a reduction, in twice the registers.
-    void keep_packed() {
-#pragma unroll
-        for (int v = 0; v < VECTORS; v++)
-#pragma unroll
-            for (int i = 0; i < Packed<T, SIZE>::WORDS; i++) asm volatile("" : "+r"(part[v].word[i]));
-    }
 };
 
 // Loads stay on their side of it: what is read again is loaded again, and a vector not before the one before is done with, as there
@@ -139,6 +130,22 @@ struct RowQueue {
         stage ^= stages - 1;
     }
 };
+
+// The stream's row of a queue with array 0's added, which is then stored as the stream's next; as it is where there is no array 0.
+template <typename T, int SIZE, int VECTORS>
+Row<float, SIZE, VECTORS> next_stream(const RowQueue<T, SIZE, VECTORS, 1>& queue, float* residual_out) {
+    Row<float, SIZE, VECTORS> x;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) x.part[v] = queue.stream(v);
+    if (!queue.from[0]) return x;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+        const auto step = queue.get(0, v);
+        x.part[v].set([&](int j) { return x(v, j) + step(j); });
+    }
+    x.store(residual_out + (long long)queue.row * queue.dim, queue.dim);
+    return x;
+}
 
 // Sum over the row of a value per thread. All threads that own the row call it and get the result.
 inline float row_sum(float value) {

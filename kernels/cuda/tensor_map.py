@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.cuda.driver import driver
 from kernels.cuda.launch import BF16, TENSOR_MAP, Array
 
 BOX_ROWS, BOX_COLUMNS = 64, 64  # a tile of hopper.cuh: 128 bytes a row
@@ -34,7 +35,7 @@ def _encode(address: int, shape: tuple[int, ...]) -> Array:
     memory = np.zeros(TENSOR_MAP.itemsize + _ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
     encoded = memory[begin : begin + TENSOR_MAP.itemsize].view(TENSOR_MAP)
-    status = _driver().cuTensorMapEncodeTiled(
+    status = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(encoded.ctypes.data), _BFLOAT16, len(extents), ctypes.c_void_p(address),
         _numbers(ctypes.c_uint64, extents), _numbers(ctypes.c_uint64, strides),
         _numbers(ctypes.c_uint32, (BOX_COLUMNS, 1, BOX_ROWS, 1)), _numbers(ctypes.c_uint32, (1,) * len(extents)),
@@ -47,8 +48,3 @@ def _encode(address: int, shape: tuple[int, ...]) -> Array:
 
 def _numbers(kind: Any, values: Any) -> Any:
     return (kind * len(values))(*(int(value) for value in values))
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
