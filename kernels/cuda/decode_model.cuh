@@ -38,7 +38,7 @@ struct Model {
 // together; unit u is pair blockIdx.x + u * gridDim.x. An item, a warp's work, is one of `splits` interleaved shares of the inputs of
 // a unit. Where there is more than one, a block's items are no more than its warps.
 struct Shape {
-    int outputs, inputs, distance, units, splits, stages;
+    int outputs, inputs, distance, shift, units, splits, stages;
 
     // size: elements of a vector. stages: vectors of an item that a lane has of either output.
     void set(int outputs_, int inputs_, int distance_, int size) {
@@ -46,6 +46,8 @@ struct Shape {
         const int blocks = gridDim.x, block = blockIdx.x, warps = blockDim.x / WARP;
         const int pairs = (outputs + 2 * distance - 1) / (2 * distance) * distance;
         const int vectors = (inputs + size * WARP - 1) / (size * WARP);  // of a lane
+        shift = 0;
+        while (1 << shift < distance) shift++;
         units = pairs > block ? (pairs - 1 - block) / blocks + 1 : 0;
         splits = max(1, min(warps / ((pairs + blocks - 1) / blocks), vectors));
         stages = (vectors + splits - 1) / splits;
@@ -53,9 +55,17 @@ struct Shape {
     // Divisions are spared where they can be: a phase is short, and each takes some 50 ns of it.
     int first(int unit) const {
         const int pair = blockIdx.x + unit * gridDim.x;
-        return distance == 1 ? 2 * pair : pair / distance * 2 * distance + pair % distance;
+        if (1 << shift == distance) return pair + (pair >> shift << shift);
+        return pair < distance ? pair : pair + pair / distance * distance;
     }
     int unit(int item) const { return splits == 1 ? item : item / splits; }
+};
+
+// Where the weights of a warp's first item of a product begin, of the first layer if it is a layer's; null where it has no item.
+template <typename T>
+struct Begin {
+    const T* row[2];
+    int split;
 };
 
 // The weights of a warp's items, of all products one after the other, DEPTH stages ahead of their use, whatever the phase.
@@ -66,15 +76,23 @@ struct WeightStream {
 
     const Model<T>& model;
     const Shape* shapes;
-    T* ring;         // [DEPTH][2][threads] vectors
-    int slot, owed;  // of the oldest stage, and how many places before it are free
-    int index, item, stage, split;  // of what is copied next
+    Begin<T>* begin;  // [PRODUCTS], this warp's
+    T* ring;          // [DEPTH][2][threads] vectors
+    int slot, owed;   // of the oldest stage, and how many places before it are free
+    int index, item;  // of what is copied next; index is the last one's successor when there is nothing more
+    int left, i;      // stages of the item, the lane's element
     const T* row[2];
 
-    WeightStream(const Model<T>& model_, const Shape* shapes_, T* ring_)
-        : model(model_), shapes(shapes_), ring(ring_ + threadIdx.x * SIZE), slot(0), owed(DEPTH), index(0),
-          item(threadIdx.x / WARP), stage(0) {
-        settle();
+    // begins: [PRODUCTS] of each warp, made here.
+    WeightStream(const Model<T>& model_, const Shape* shapes_, Begin<T>* begins, T* ring_)
+        : model(model_), shapes(shapes_), begin(begins + threadIdx.x / WARP * PRODUCTS), ring(ring_ + threadIdx.x * SIZE), slot(0),
+          owed(DEPTH), index(-1), item(0) {
+        if (threadIdx.x % WARP < PRODUCTS) {  // a lane each, once: what the divisions take is not paid in each layer
+            const int which = threadIdx.x % WARP;
+            find(begin[which], which, which == HEAD ? model.last() : which, threadIdx.x / WARP);
+        }
+        __syncwarp();
+        next_product();
         refill();
     }
 
@@ -99,14 +117,10 @@ struct WeightStream {
         for (; owed > 0; owed--) {
             if (index <= model.last()) {
                 const Shape& shape = shapes[model.product(index)];
-                const int i = ((stage * shape.splits + split) * WARP + threadIdx.x % WARP) * SIZE;
                 copy(place(slot - owed, 0), row[0] + i, i < shape.inputs);
                 copy(place(slot - owed, 1), row[1] + i, i < shape.inputs);
-                if (++stage == shape.stages) {
-                    stage = 0;
-                    item += blockDim.x / WARP;
-                    settle();
-                }
+                i += shape.splits * WARP * SIZE;
+                if (--left == 0) next_item();
             }
             commit_copies();
         }
@@ -135,18 +149,35 @@ private:
         }
     }
 
-    // From an item that may be beyond its product's to one that is there. An output beyond the last is the last again.
-    void settle() {
-        while (index <= model.last() && item >= shapes[model.product(index)].units * shapes[model.product(index)].splits) {
-            index++;
-            item = threadIdx.x / WARP;
+    // Where an item's weights begin. An output beyond the last is the last again.
+    void find(Begin<T>& found, int which, int of_index, int of_item) const {
+        const Shape& shape = shapes[which];
+        const int unit = shape.unit(of_item), first = shape.first(unit);
+        const T* const weight = model.weight(of_index);
+        const bool there = of_item < shape.units * shape.splits;
+        found.split = of_item - unit * shape.splits;
+        found.row[0] = there ? weight + (long long)first * shape.inputs : nullptr;
+        found.row[1] = weight + (long long)min(first + shape.distance, shape.outputs - 1) * shape.inputs;
+    }
+    // On to the next item, of this product or, in most cases, of the next that has one.
+    void next_item() {
+        item += blockDim.x / WARP;
+        const int which = model.product(index);
+        if (item >= shapes[which].units * shapes[which].splits) return next_product();
+        Begin<T> found;
+        find(found, which, index, item);
+        start(shapes[which], found, 0);
+    }
+    void next_product() {
+        item = threadIdx.x / WARP;
+        while (++index <= model.last()) {
+            const int which = model.product(index);
+            if (begin[which].row[0]) return start(shapes[which], begin[which], which == HEAD ? 0 : index / OF_LAYER * model.stride);
         }
-        if (index > model.last()) return;
-        const Shape& shape = shapes[model.product(index)];
-        const int unit = shape.unit(item), first = shape.first(unit);
-        const T* const weight = model.weight(index);
-        split = item - unit * shape.splits;
-        row[0] = weight + (long long)first * shape.inputs;
-        row[1] = weight + (long long)min(first + shape.distance, shape.outputs - 1) * shape.inputs;
+    }
+    void start(const Shape& shape, const Begin<T>& found, long long offset) {
+        row[0] = found.row[0] + offset, row[1] = found.row[1] + offset;
+        left = shape.stages;
+        i = (found.split * WARP + threadIdx.x % WARP) * SIZE;
     }
 };

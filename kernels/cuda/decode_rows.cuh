@@ -9,11 +9,12 @@ constexpr int MOST_THREADS = SIZE == 1 ? 256 : 512;
 constexpr int MOST_WARPS = MOST_THREADS<0> / WARP;
 
 // What a block works on beside the stream of weights.
-template <int ROWS>
+template <typename T, int ROWS>
 struct Block {
     Shape shape[PRODUCTS];
-    float mean[ROWS], rstd[ROWS];
+    Begin<T> begin[MOST_WARPS * PRODUCTS];
     float of_warp[MOST_WARPS][2][ROWS];
+    alignas(16) float norm_sum[2][ROWS][MOST_WARPS];  // of the elements, and of the squares; 0 where a warp has none
 };
 
 // Where element i of an input row is held: vectors of 8 are kept as two halves, each in a row of its own, so that neighbouring
@@ -54,24 +55,17 @@ void hold(float* row, int i, int inputs, const float (&from)[SIZE]) {
     }
 }
 
-// mean is 0 where the norm does not centre. All lanes of a warp; the order of the elements is that in which they are held.
-template <int PART>
-void statistics(float& mean, float& rstd, const float* row, int dim, bool centred, float eps) {
-    const auto sum_of = [&](auto term) {
-        float sums[PART] = {}, sum = 0.0f;  // a chain of additions each
-        for (int i = threadIdx.x % WARP * PART; i < dim; i += WARP * PART) {
-            float x[PART];
-            load_floats(x, row + i);
+// The warps' sums added up, in the same order in every thread.
+inline float sum_of_warps(const float (&of_warp)[MOST_WARPS]) {
+    float sums[4] = {};
 #pragma unroll
-            for (int j = 0; j < PART; j++) sums[j] = term(x[j], sums[j]);
-        }
+    for (int i = 0; i < MOST_WARPS; i += 4) {
+        float x[4];
+        load_floats(x, of_warp + i);
 #pragma unroll
-        for (int j = 0; j < PART; j++) sum += sums[j];
-        return warp_reduce(sum, Sum());
-    };
-    mean = centred ? sum_of([](float x, float sum) { return sum + x; }) / dim : 0.0f;
-    const float centre = mean;
-    rstd = rsqrtf(sum_of([=](float x, float sum) { return fmaf(x - centre, x - centre, sum); }) / dim + eps);
+        for (int j = 0; j < 4; j++) sums[j] += x[j];
+    }
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 // The scale and shift of a norm, PART elements from i on; the shift of one that has none is 0.
@@ -86,40 +80,71 @@ struct NormPart {
     }
 };
 
-// rows (ROWS, dim) = norm(what `load` gives of the stream, for which it waits); `raw` sees the rows before. store(row, i,
-// value) is called with each result.
-template <int SIZE, int ROWS, typename Load, typename Raw, typename Store>
-void make_norm(float* rows, Block<ROWS>& block, const float* weight, const float* bias, int dim, float eps, Load load,
-               Raw raw, Store store) {
+// rows (ROWS, dim) = norm(what `load` gives of the stream, for which it waits); `raw` sees the rows before, if there is something for
+// it to do. store(row, i, value) is called with each result. A thread reads no elements of the rows but those that it wrote; each
+// warp sums its own, and each thread adds up the warps' sums. The mean is 0 where the norm does not centre.
+template <int SIZE, typename T, int ROWS, typename Load, typename Raw, typename Store>
+void make_norm(float* rows, Block<T, ROWS>& block, const float* weight, const float* bias, int dim, float eps, Load load,
+               bool has_raw, Raw raw, Store store) {
     constexpr int PART = SIZE == 1 ? 1 : 4;
-    const int begin = threadIdx.x * PART, step = blockDim.x * PART;
+    const int begin = threadIdx.x * PART, step = blockDim.x * PART, warp = threadIdx.x / WARP;
+    const bool works = warp * WARP * PART < dim;  // the whole warp or none of it
     NormPart<PART> first, part;
     first.load(weight, bias, begin, dim);  // on its way while the block waits
-    for (int i = begin; i < dim; i += step)
+    const auto mean = [&](int r) { return bias ? sum_of_warps(block.norm_sum[0][r]) / dim : 0.0f; };
+    const auto sum = [&](int which, auto of) {  // of the thread's vectors, of(row, i) each
+        if (!works) return;
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            float x[PART];
-            load(x, r, i);
-            store_shared(rows + r * dim + held_at<SIZE>(i, dim), x);
+            float all = 0.0f;
+            for (int i = begin; i < dim; i += step) all += of(r, i);
+            all = warp_reduce(all, Sum());
+            if (threadIdx.x % WARP == 0) block.norm_sum[which][r][warp] = all;
         }
-    __syncthreads();  // the rows, written above, are read below by a warp each
-    for (int r = threadIdx.x / WARP; r < ROWS; r += blockDim.x / WARP) {
-        float mean, rstd;
-        statistics<PART>(mean, rstd, rows + r * dim, dim, bias != nullptr, eps);
-        block.mean[r] = mean, block.rstd[r] = rstd;  // all lanes the same
+    };
+    const auto held = [&](float (&x)[PART], int r, int i) { load_floats(x, rows + r * dim + held_at<SIZE>(i, dim)); };
+    const auto read = [&](float (&x)[PART], int r, int i) {
+        load(x, r, i);
+        store_shared(rows + r * dim + held_at<SIZE>(i, dim), x);
+    };
+    const auto squares = [&](const float (&x)[PART], float centre) {
+        float of[PART];
+#pragma unroll
+        for (int j = 0; j < PART; j++) of[j] = __fmul_rn(x[j] - centre, x[j] - centre);
+        if constexpr (PART == 1) return of[0];
+        else return (of[0] + of[1]) + (of[2] + of[3]);
+    };
+    if (bias) {
+        sum(0, [&](int r, int i) {
+            float x[PART];
+            read(x, r, i);
+            if constexpr (PART == 1) return x[0];
+            else return (x[0] + x[1]) + (x[2] + x[3]);
+        });
+        __syncthreads();  // the sums, written above, are read by all
     }
-    raw();
-    __syncthreads();  // the statistics are there, and the rows as they were are read no more
+    sum(1, [&](int r, int i) {
+        float x[PART];
+        if (bias) held(x, r, i);
+        else read(x, r, i);
+        return squares(x, mean(r));
+    });
+    __syncthreads();  // the sums, written above, are read by all, and maybe the rows
+    if (has_raw) {
+        raw();
+        __syncthreads();  // the rows as they were are read no more
+    }
     for (int i = begin; i < dim; i += step) {
         if (i == begin) part = first;
         else part.load(weight, bias, i, dim);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             float x[PART];
-            load_floats(x, rows + r * dim + held_at<SIZE>(i, dim));
+            held(x, r, i);
+            const float centre = mean(r), rstd = rsqrtf(sum_of_warps(block.norm_sum[1][r]) / dim + eps);
 #pragma unroll
             for (int j = 0; j < PART; j++) {
-                x[j] = fmaf(__fmul_rn(x[j] - block.mean[r], block.rstd[r]), part.scale[j], part.shift[j]);
+                x[j] = fmaf(__fmul_rn(x[j] - centre, rstd), part.scale[j], part.shift[j]);
                 store(r, i + j, x[j]);
             }
             store_shared(rows + r * dim + held_at<SIZE>(i, dim), x);

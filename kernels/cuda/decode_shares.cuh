@@ -3,23 +3,23 @@
 //     s[j] = q . k[j] / sqrt(D)        a share: m = max s[j],  l = sum exp(s[j] - m),  o = sum exp(s[j] - m) v[j]
 //     attended = sum exp(m - M) o / sum exp(m - M) l        over the shares, M being the largest m
 //
-// A row's keys are cut into at most SHARES shares of at least SMALLEST_SHARE keys. A block makes one share after another; LANES lanes take
-// a key at a time, each a part of the features, with the next AHEAD keys under way. The keys of the first are on their way before the
-// block waits for the queries: what the cache holds was written before this launch.
+// A row's keys are cut into at most SHARES shares of at least SMALLEST_SHARE keys. A block makes one share after another; LANES lanes
+// take a key at a time, each a part of the features, AHEAD keys at once. The first keys are on their way before the block waits for
+// the queries: what the cache holds was written before this launch. The block's scores meet in shared memory, so that all warps
+// know m before any value is weighted, and sums are only added up.
 // The multiplications and additions are written out, see decode_step.cu on determinism.
 #pragma once
 
 #include "handover.cuh"
 
 constexpr int SHARES = 4, SMALLEST_SHARE = 128;  // not tuned
-constexpr int LANES = 16;                       // not tuned
 constexpr int LARGEST_HEAD_DIM = 128;
 
 inline float minus_infinity() { return __int_as_float(0xff800000); }
 
 // keys and values (B, context, KV, D) of one layer, of T; the rest is handed over: qkv (rows, H + 2 KV, D), state (rows, H, SHARES, 2),
 // m and l, and sum (rows, H, SHARES, D). rows = B * count.
-template <typename T>
+template <typename T, int ROWS>
 struct Attention {
     const Word* qkv;
     T *keys, *values;
@@ -28,21 +28,23 @@ struct Attention {
     int held, count, context, heads, kv_heads, head_dim;
 
     int width() const { return (heads + 2 * kv_heads) * head_dim; }
-    int visible(int row) const { return held + row % count + 1; }
+    int sequence(int row) const { return ROWS == 1 ? 0 : row / count; }
+    int behind(int row) const { return ROWS == 1 ? 0 : row % count; }  // the cache's last
+    int visible(int row) const { return held + behind(row) + 1; }
     int share(int row) const { return max((visible(row) + SHARES - 1) / SHARES, SMALLEST_SHARE); }
     long long cached(int row, int shared, int j) const {  // passes 2^31 with 64 rows of 2^25 elements
-        return (((long long)(row / count) * context + j) * kv_heads + shared) * head_dim;
+        return (((long long)sequence(row) * context + j) * kv_heads + shared) * head_dim;
     }
     const Word* fresh(int row, int shared, int j) const {
-        return qkv + (row / count * count + j - held) * width() + (heads + shared) * head_dim;
+        return qkv + (sequence(row) * count + j - held) * width() + (heads + shared) * head_dim;
     }
 };
 
 // A lane's part of a row, (p * LANES + lane) * SIZE + i of which is element [p](i); zeros from head_dim on.
 template <typename T, int SIZE>
 struct Features {
-    static constexpr int PARTS = LARGEST_HEAD_DIM / (LANES * SIZE);
-    static constexpr int AHEAD = sizeof(Packed<T, SIZE>) < SIZE * sizeof(float) ? 4 : 2;  // not tuned
+    static constexpr int LANES = SIZE == 8 ? 8 : 16, PARTS = LARGEST_HEAD_DIM / (LANES * SIZE);  // as registers allow
+    static constexpr int AHEAD = 1;  // as registers allow
     Packed<T, SIZE> part[PARTS];
 
     static int place(int p) { return (p * LANES + threadIdx.x % LANES) * SIZE; }
@@ -53,130 +55,157 @@ struct Features {
             if (place(p) < head_dim) part[p].load(row + place(p));
         }
     }
-    // What is handed over holds numbers that T holds as well.
-    void load_fresh(const Word* row, int head_dim, unsigned tag) {
+    // Of floats in shared memory, numbers that T holds as well.
+    void load_shared(const float* row, int head_dim) {
 #pragma unroll
         for (int p = 0; p < PARTS; p++) {
-            part[p].clear();
-            float x[SIZE];
-            if (place(p) < head_dim) {
-                while (!load_published(x, row + place(p), tag)) {}
-                part[p].set([&](int j) { return x[j]; });
-            }
+            float x[SIZE] = {};
+            if (place(p) < head_dim) load_floats(x, row + place(p));
+            part[p].set([&](int j) { return x[j]; });
         }
     }
-};
-
-// What a team, and then more of them, have seen.
-template <int WIDTH>
-struct Seen {
-    float largest = minus_infinity(), total = 0.0f, sum[WIDTH] = {};
-
-    // With what the lane `offset` away has seen; 0 where neither saw a key, for which exp(-inf - -inf) would be NaN.
-    void merge(int offset) {
-        const float other = __shfl_xor_sync(ALL_LANES, largest, offset), raised = fmaxf(largest, other);
-        const float shift = raised == minus_infinity() ? 0.0f : raised;
-        const float mine = __expf(largest - shift), theirs = __expf(other - shift);
-        largest = raised;
-        total = fmaf(total, mine, __fmul_rn(__shfl_xor_sync(ALL_LANES, total, offset), theirs));
+    template <typename F>
+    void for_each(F use) const {
 #pragma unroll
-        for (int i = 0; i < WIDTH; i++) sum[i] = fmaf(sum[i], mine, __fmul_rn(__shfl_xor_sync(ALL_LANES, sum[i], offset), theirs));
+        for (int p = 0; p < PARTS; p++)
+#pragma unroll
+            for (int j = 0; j < SIZE; j++) use(p * SIZE + j, part[p](j));
     }
 };
 
-// A block's shares of all rows and heads, and the new keys and values into the cache.
-// scratch: warps * (D + 2) floats of shared memory.
+// handed (1 + 2 * fresh keys, D) = the query of a row and head, and from key j = `first` on to `end` each new key and value, for
+// which the block waits all at once. What is the row's own comes into the cache as well.
 template <typename T, int SIZE, int ROWS>
-void make_shares(const Attention<T>& a, float* scratch) {
+void take_fresh(float* handed, const Attention<T, ROWS>& a, int row, int head, int shared, int first, int end) {
+    constexpr int THREADS = LARGEST_HEAD_DIM / SIZE;  // of a vector each
+    const int d = threadIdx.x % THREADS * SIZE, own = a.held + a.behind(row);
+    for (int i = threadIdx.x / THREADS; i < 1 + 2 * max(end - first, 0); i += blockDim.x / THREADS) {
+        const int j = first + (i - 1) / 2;
+        const bool query = i == 0, key = i % 2;
+        const Word* const from = query ? a.qkv + row * a.width() + head * a.head_dim
+                                       : a.fresh(row, shared, j) + (key ? 0 : a.kv_heads * a.head_dim);
+        T* const to = (key ? a.keys : a.values) + a.cached(row, shared, j);
+        const bool appended = !query && j == own && head * a.kv_heads % a.heads == 0;  // by the first of the heads that share it
+        if (d >= a.head_dim) continue;
+        float x[SIZE];
+        while (!load_published(x, from + d, a.qkv_tag)) {}
+#pragma unroll
+        for (int k = 0; k < SIZE; k++) handed[i * a.head_dim + d + k] = x[k];
+        Packed<T, SIZE> packed;
+        packed.set([&](int k) { return x[k]; });
+        if (appended) packed.store(to + d);
+    }
+}
+
+// A block's shares of all rows and heads, and the new keys and values into the cache.
+// scratch: (1 + 2 * ROWS) * D + 2 * AHEAD * teams + warps * (D + 1) floats of shared memory.
+template <typename T, int SIZE, int ROWS>
+void make_shares(const Attention<T, ROWS>& a, float* scratch) {
     using Row = Features<T, SIZE>;
-    constexpr int AHEAD = Row::AHEAD;
+    constexpr int LANES = Row::LANES, AHEAD = Row::AHEAD, WIDTH = Row::PARTS * SIZE, MOST_WARPS = 16;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP, head_dim = a.head_dim;
-    const int team = threadIdx.x / LANES, teams = blockDim.x / LANES, group = a.heads / a.kv_heads;
+    const int team = threadIdx.x / LANES, teams = blockDim.x / LANES, batch = AHEAD * teams;
     const float scale = 1.0f / sqrtf((float)head_dim);
+    float* const scores = scratch + (1 + 2 * ROWS) * head_dim;  // two batches': one is written while the other may still be read
+    float* const of_warp = scores + 2 * batch;
     for (int unit = blockIdx.x; unit < SHARES * ROWS * a.heads; unit += gridDim.x) {
-        const int split = unit / (ROWS * a.heads), row = unit / a.heads % ROWS, head = unit % a.heads, shared = head / group;
+        const int split = unit / (ROWS * a.heads), place = unit - split * ROWS * a.heads, row = ROWS == 1 ? 0 : place / a.heads;
+        const int head = place - row * a.heads, shared = head * a.kv_heads / a.heads;
         const int begin = split * a.share(row), end = min(begin + a.share(row), a.visible(row));  // the keys begin <= j < end
+        if (begin >= end) continue;  // the whole block
+        const int fresh = max(begin, a.held), stride = a.kv_heads * head_dim;
+        const T *const keys = a.keys + a.cached(row, shared, 0), *const values = a.values + a.cached(row, shared, 0);
         Row query;
-        Seen<Row::PARTS * SIZE> seen;
+        float largest = minus_infinity(), total = 0.0f, sum[WIDTH] = {};
 #pragma unroll 1
-        for (int first = begin; first < end; first += AHEAD * teams) {
+        for (int first = begin, half = 0; first < end; first += batch, half ^= 1) {
             Row key[AHEAD], value[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 const int j = first + i * teams + team;
                 if (j < min(a.held, end)) {
-                    key[i].load(a.keys + a.cached(row, shared, j), head_dim);
-                    value[i].load(a.values + a.cached(row, shared, j), head_dim);
+                    key[i].load(keys + (long long)j * stride, head_dim);
+                    value[i].load(values + (long long)j * stride, head_dim);
                 }
             }
-            if (first == begin) query.load_fresh(a.qkv + row * a.width() + head * head_dim, head_dim, a.qkv_tag);
+            if (first == begin) {
+                take_fresh<T, SIZE>(scratch, a, row, head, shared, fresh, end);
+                __syncthreads();  // what was handed over, written above, is read by all
+                query.load_shared(scratch, head_dim);
+            }
+            float score[AHEAD];
+            float* const of_batch = scores + half * batch;
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 const int j = first + i * teams + team;
+                score[i] = minus_infinity();
+                if (j - team + warp * (WARP / LANES) >= end) continue;  // the whole warp, which the shuffles need
                 if (j >= a.held && j < end) {
-                    key[i].load_fresh(a.fresh(row, shared, j), head_dim, a.qkv_tag);
-                    value[i].load_fresh(a.fresh(row, shared, j) + a.kv_heads * head_dim, head_dim, a.qkv_tag);
+                    const float* const handed = scratch + (1 + 2 * (j - fresh)) * head_dim;
+                    key[i].load_shared(handed, head_dim);
+                    value[i].load_shared(handed + head_dim, head_dim);
                 }
-            }
-#pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
-                float dot = 0.0f;
-#pragma unroll
-                for (int p = 0; p < Row::PARTS * SIZE; p++)
-                    dot = fmaf(query.part[p / SIZE](p % SIZE), key[i].part[p / SIZE](p % SIZE), dot);
+                float dots[2] = {};  // a chain each
+                query.for_each([&](int k, float x) { dots[k % 2] = fmaf(x, key[i].part[k / SIZE](k % SIZE), dots[k % 2]); });
+                float dot = dots[0] + dots[1];
 #pragma unroll
                 for (int offset = LANES / 2; offset > 0; offset /= 2) dot += __shfl_xor_sync(ALL_LANES, dot, offset);
-                if (first + i * teams + team >= end) continue;  // after the shuffles, in which the whole warp takes part
-                const float score = __fmul_rn(dot, scale), raised = fmaxf(seen.largest, score);
-                const float kept = __expf(seen.largest - raised), added = __expf(score - raised);
-                seen.largest = raised;
-                seen.total = fmaf(seen.total, kept, added);
+                if (j < end) score[i] = __fmul_rn(dot, scale);
+                of_batch[i * teams + team] = score[i];  // all the team's lanes the same
+            }
+            __syncthreads();  // the scores, written above, are read by all
+            float raised = largest;
+            for (int i = lane; i < min(batch, end - first); i += WARP) raised = fmaxf(raised, of_batch[i]);
+            raised = warp_reduce(raised, Max());
+            const float kept = __expf(largest - raised);
+            largest = raised;
+            total = __fmul_rn(total, kept);
 #pragma unroll
-                for (int p = 0; p < Row::PARTS * SIZE; p++)
-                    seen.sum[p] = fmaf(added, value[i].part[p / SIZE](p % SIZE), __fmul_rn(seen.sum[p], kept));
+            for (int k = 0; k < WIDTH; k++) sum[k] = __fmul_rn(sum[k], kept);
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                if (first + i * teams + team >= end) continue;
+                const float weight = __expf(score[i] - largest);
+                total += weight;
+                value[i].for_each([&](int k, float x) { sum[k] = fmaf(weight, x, sum[k]); });
             }
         }
-        if (begin >= end) continue;  // the whole block
+        const int working = min(warps, (end - begin + WARP / LANES - 1) / (WARP / LANES));  // warps that had keys
+        if (warp < working) {
 #pragma unroll
-        for (int offset = LANES; offset < WARP; offset *= 2) seen.merge(offset);
-        float* const of_warp = scratch + warp * (head_dim + 2);
-        if (lane == 0) of_warp[0] = seen.largest, of_warp[1] = seen.total;
+            for (int offset = LANES; offset < WARP; offset *= 2) {
+                total += __shfl_xor_sync(ALL_LANES, total, offset);
 #pragma unroll
-        for (int p = 0; p < Row::PARTS; p++)
-#pragma unroll
-            for (int i = 0; i < SIZE; i++)
-                if (lane < LANES && Row::place(p) + i < head_dim) of_warp[2 + Row::place(p) + i] = seen.sum[p * SIZE + i];
-        __syncthreads();  // the warps' shares, written above, are combined below, a thread a feature
-        const int place = (row * a.heads + head) * SHARES + split;
-        for (int d = threadIdx.x; d < head_dim; d += blockDim.x) {
-            float largest = minus_infinity(), total = 0.0f, sum = 0.0f;  // finite in the end: a share has a key
-#pragma unroll 2
-            for (int i = 0; i < warps; i++) largest = fmaxf(largest, scratch[i * (head_dim + 2)]);
-#pragma unroll 2
-            for (int i = 0; i < warps; i++) {
-                const float weight = __expf(scratch[i * (head_dim + 2)] - largest);
-                total = fmaf(scratch[i * (head_dim + 2) + 1], weight, total);
-                sum = fmaf(scratch[i * (head_dim + 2) + 2 + d], weight, sum);
+                for (int k = 0; k < WIDTH; k++)
+                    if (k / SIZE * LANES * SIZE < head_dim) sum[k] += __shfl_xor_sync(ALL_LANES, sum[k], offset);
             }
-            if (split == 0 && head % group == 0) {  // before the share is there, after which qkv may be written anew
-                const int position = a.held + row % a.count;
-                const Word* const fresh = a.fresh(row, shared, position) + d;
-                float key[1], value[1];
-                while (!load_published(key, fresh, a.qkv_tag) || !load_published(value, fresh + a.kv_heads * head_dim, a.qkv_tag)) {}
-                a.keys[a.cached(row, shared, position) + d] = from_float<T>(key[0]);
-                a.values[a.cached(row, shared, position) + d] = from_float<T>(value[0]);
+            float* const own = of_warp + warp * (head_dim + 1);
+            if (lane == 0) own[head_dim] = total;
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++) {
+                const int d = Row::place(k / SIZE) + k % SIZE;
+                if (lane < LANES && d < head_dim) own[d] = sum[k];
             }
-            publish(a.sum + place * head_dim + d, sum, a.tag);
-            if (d == 0) publish(a.state + 2 * place, largest, a.tag), publish(a.state + 2 * place + 1, total, a.tag);
         }
-        __syncthreads();  // separates these reads of scratch from the next share's writes
+        __syncthreads();  // the warps' sums, written above, are added up below, a thread a feature
+        for (int d = threadIdx.x; d <= head_dim; d += blockDim.x) {
+            float x[MOST_WARPS], all = 0.0f;
+#pragma unroll
+            for (int i = 0; i < MOST_WARPS; i++) x[i] = i < working ? of_warp[i * (head_dim + 1) + d] : 0.0f;
+#pragma unroll
+            for (int i = 0; i < MOST_WARPS; i++) all += x[i];
+            const int at = (row * a.heads + head) * SHARES + split;
+            if (d < head_dim) publish(a.sum + at * head_dim + d, all, a.tag);
+            else publish(a.state + 2 * at, largest, a.tag), publish(a.state + 2 * at + 1, all, a.tag);
+        }
+        __syncthreads();  // separates these reads of scratch from what is written there next
     }
 }
 
 // Elements d and on of a row and head's attended vector, SIZE of them (1 or 2); all loads are under way at once.
-template <int SIZE, typename T>
-void load_attended(float (&to)[SIZE], const Attention<T>& a, int row, int head, int d) {
-    const int place = (row * a.heads + head) * SHARES, shares = (a.visible(row) + a.share(row) - 1) / a.share(row);
+template <int SIZE, typename T, int ROWS>
+void load_attended(float (&to)[SIZE], const Attention<T, ROWS>& a, int row, int head, int d) {
+    const int place = (row * a.heads + head) * SHARES, visible = a.visible(row), share = a.share(row);
     float largest[SHARES], total[SHARES], sum[SHARES][SIZE], all_largest = minus_infinity(), all_total = 0.0f, all_sum[SIZE] = {};
     bool come;
     do {
@@ -185,7 +214,7 @@ void load_attended(float (&to)[SIZE], const Attention<T>& a, int row, int head, 
         for (int i = 0; i < SHARES; i++) {
             float state[2] = {minus_infinity(), 0.0f};
             for (int j = 0; j < SIZE; j++) sum[i][j] = 0.0f;
-            if (i < shares) {
+            if (i * share < visible) {
                 const bool sum_came = load_published(sum[i], a.sum + (place + i) * a.head_dim + d, a.tag);
                 come = load_published(state, a.state + 2 * (place + i), a.tag) && sum_came && come;
             }

@@ -37,7 +37,7 @@ struct Added {
 // Of one product, a row's pair of outputs after the other; finish(row, unit, a, b) gets them, and `added` of the unit is fetched by
 // fetch(unit) one item before. All warps of the block.
 template <typename T, int SIZE, int ROWS, typename Fetch, typename Finish>
-void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<ROWS>& block, const Shape& shape, Fetch fetch,
+void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<T, ROWS>& block, const Shape& shape, Fetch fetch,
               Finish finish) {
     constexpr int DEPTH = WeightStream<T, SIZE>::DEPTH;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
@@ -50,7 +50,7 @@ void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<ROWS>& bl
             for (int first = 0; first < shape.stages; first += DEPTH) {
                 const int stages = min(DEPTH, shape.stages - first);
                 weights.await(stages);
-#pragma unroll 2
+#pragma unroll(ROWS == 1 ? 2 : 1)  // more would not fit into the registers
                 for (int s = 0; s < stages; s++) {
                     const int i = (((first + s) * splits + split) * WARP + lane) * SIZE;
                     if (i >= shape.inputs) break;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
                 int count, int context, int heads, int kv_heads, int head_dim, int ffn, int vocab, bool gated, float eps,
                 int row_floats) {
     extern __shared__ __align__(16) unsigned char memory[];
-    __shared__ Block<ROWS> block;
+    __shared__ Block<T, ROWS> block;
     const Model<T> model = {norm1_weight, norm1_bias, norm2_weight, norm2_bias, norm_weight, norm_bias, qkv_weight, qkv_bias,
                             proj_weight, proj_bias, up_weight, up_bias, down_weight, down_bias, head_weight, stride, layers};
     const int dim = heads * head_dim, lane = threadIdx.x % WARP, half = head_dim / 2;
@@ -133,8 +133,9 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
         const int outputs = which == QKV ? all_heads : which == UP ? up : which == HEAD ? vocab : dim;
         block.shape[which].set(outputs, which == DOWN ? ffn : dim, distance, SIZE);
     }
-    __syncthreads();  // the shapes, written above, are read by all
-    WeightStream<T, SIZE> weights(model, block.shape, ring);
+    for (int i = threadIdx.x; i < 2 * ROWS * MOST_WARPS; i += blockDim.x) block.norm_sum[0][0][i] = 0.0f;
+    __syncthreads();  // what is written above is read by all
+    WeightStream<T, SIZE> weights(model, block.shape, block.begin, ring);
     const Tags tags(tag_memory);
     // (ROWS, dim), (ROWS, H + 2 KV, D), (ROWS, ffn), and those of Attention.
     Word* const stream = words;
@@ -167,8 +168,8 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
         if (which == PROJ) {
             const long long cached = (long long)(index / OF_LAYER) * (ROWS / count) * context * kv_heads * head_dim;
             Word* const state = words + (ROWS * (2 * dim + 2 * kv_heads * head_dim + ffn) + 1) / 2 * 2;  // two are loaded at once
-            const Attention<T> attention = {qkv, keys + cached, values + cached, state, state + 2 * ROWS * heads * SHARES, tag_before,
-                                            tag, held, count, context, heads, kv_heads, head_dim};
+            const Attention<T, ROWS> attention = {qkv, keys + cached, values + cached, state, state + 2 * ROWS * heads * SHARES,
+                                                  tag_before, tag, held, count, context, heads, kv_heads, head_dim};
             make_shares<T, SIZE, ROWS>(attention, rows);
             fetch_first();
             constexpr int PART = SIZE > 1 && ROWS == 1 ? 2 : 1;  // more rows would take too many registers
@@ -202,16 +203,15 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
             };
             const auto keep_owned = [&] {
                 const int pairs = block.shape[DOWN].units;
-                if (index == 0)
-                    for (int i = threadIdx.x; i < pairs * 2 * ROWS; i += blockDim.x) {
-                        const int r = i % ROWS, output = block.shape[DOWN].first(i / (2 * ROWS)) + i / ROWS % 2;
-                        if (output < dim) owned[i] = rows[r * dim + held_at<SIZE>(output, dim)];
-                    }
+                for (int i = threadIdx.x; i < pairs * 2 * ROWS; i += blockDim.x) {
+                    const int r = i % ROWS, output = block.shape[DOWN].first(i / (2 * ROWS)) + i / ROWS % 2;
+                    if (output < dim) owned[i] = rows[r * dim + held_at<SIZE>(output, dim)];
+                }
             };
             const auto store = [&](int r, int i, float x) {
                 if (which == HEAD && blockIdx.x == 0) norm[r * dim + i] = from_float<T>(x);
             };
-            make_norm<SIZE, ROWS>(rows, block, model.scale(index), model.shift(index), dim, eps, load, keep_owned, store);
+            make_norm<SIZE>(rows, block, model.scale(index), model.shift(index), dim, eps, load, index == 0, keep_owned, store);
         }
         __syncthreads();  // the rows, written above, are read by all warps
         if (which == HEAD) let_next_start();  // when all blocks have come so far, and so are on the GPU

@@ -13,8 +13,8 @@ from kernels.cuda.vectors import VECTOR_BYTES, VECTOR_TEMPLATES, vector_size
 
 MOST_ROWS = 4
 _STEP = Kernel("decode_step.cu", "decode_step", tuple((*t, rows) for t in VECTOR_TEMPLATES for rows in range(1, MOST_ROWS + 1)))
-_WARP, _DEPTH, _SHARES = 32, 8, 4  # the kernel's
-_STATIC_BYTES = 1024  # of shared memory, at most: the kernel's Block
+_WARP, _DEPTH, _SHARES, _LANES, _AHEAD = 32, 8, 4, 8, 1  # the kernel's, LANES the fewest
+_STATIC_BYTES = 4096  # of shared memory, at most: the kernel's Block
 # Threads of a block, the first whose shared memory there is; more have more weights under way. Not tuned.
 _THREADS = (512, 256, 128)
 
@@ -101,8 +101,9 @@ def _threads(device: Device, c: ModelConfig, dtype: np.dtype[Any]) -> int:
 
 
 def _row_floats(c: ModelConfig, threads: int) -> int:
-    """Of the rows that a product reads, or of a block's shares of attention."""
-    return max(MOST_ROWS * max(c.dim, c.ffn), threads // _WARP * (c.head_dim + 2))
+    """Of the rows that a product reads, or of what make_shares works with."""
+    shares = (1 + 2 * MOST_ROWS) * c.head_dim + 2 * _AHEAD * threads // _LANES + threads // _WARP * (c.head_dim + 1)
+    return max(MOST_ROWS * max(c.dim, c.ffn), shares)
 
 
 def _shared_bytes(device: Device, c: ModelConfig, dtype: np.dtype[Any], threads: int) -> int:
