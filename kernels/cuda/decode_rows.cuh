@@ -137,7 +137,7 @@ void make_norm(float* rows, Block<T, ROWS>& block, const float* weight, const fl
     for (int i = begin; i < dim; i += step) {
         if (i == begin) part = first;
         else part.load(weight, bias, i, dim);
-#pragma unroll
+#pragma unroll 1  // rows side by side would take too many registers
         for (int r = 0; r < ROWS; r++) {
             float x[PART];
             held(x, r, i);
