@@ -12,7 +12,7 @@
 
 #include "handover.cuh"
 
-constexpr int SHARES = 4, SMALLEST_SHARE = 128;  // not tuned
+constexpr int SHARES = 4, SMALLEST_SHARE = 64;   // not tuned
 constexpr int LARGEST_HEAD_DIM = 128;
 
 inline float minus_infinity() { return __int_as_float(0xff800000); }
@@ -74,7 +74,7 @@ struct Features {
 };
 
 // handed (1 + 2 * fresh keys, D) = the query of a row and head, and from key j = `first` on to `end` each new key and value, for
-// which the block waits all at once. What is the row's own comes into the cache as well.
+// which the block, of LARGEST_HEAD_DIM threads at least, waits all at once. What is the row's own comes into the cache as well.
 template <typename T, int SIZE, int ROWS>
 void take_fresh(float* handed, const Attention<T, ROWS>& a, int row, int head, int shared, int first, int end) {
     constexpr int THREADS = LARGEST_HEAD_DIM / SIZE;  // of a vector each
