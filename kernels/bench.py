@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.batch import Batch, head_weight_sums
+from kernels.batch import Batch, head_weight_sums, prepare
 from kernels.config import ModelConfig, Numerics
 from kernels.devices import DEVICES
 from kernels.engine import AdamW, Engine
@@ -58,21 +58,23 @@ def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
     return Engine(MODELS[args.model], numerics, micro_batch=rows, device=args.device, threads=args.threads, training=training)
 
 
-def train_step(engine: Engine, batch: Batch) -> float:
+def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> float:
     """One update with every head weighted equally, to its loss and gradient norm on the host; returns its seconds."""
     heads = engine.config.mtp_heads
     scale = 1 / heads / head_weight_sums(batch, heads)
     begin = time.perf_counter()
     engine.micro_step(batch, scale)
     engine.reduce()
-    engine.update(AdamW(), 3e-4)
+    engine.update(AdamW(), 3e-4, meanwhile)
     return time.perf_counter() - begin
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """The median update."""
+    """The median update; what it needs of the next batch is made while it runs, as in training."""
     config, rng, engine = MODELS[args.model], np.random.default_rng(0), open_engine(args)
-    times = [train_step(engine, random_batch(rng, config, args.batch, args.seq)) for _ in range(args.warmup + args.steps)]
+    batches = [random_batch(rng, config, args.batch, args.seq) for _ in range(args.warmup + args.steps + 1)]
+    following = [partial(prepare, batch, config.mtp_heads) for batch in batches[1:]]
+    times = [train_step(engine, *each) for each in zip(batches, following, strict=False)]
     seconds = statistics.median(times[args.warmup :])
     tokens_per_s = args.batch * args.seq / seconds
     flops = matmul_flops_per_token(config, args.seq)
@@ -92,6 +94,10 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
         token[0] = engine.draw(token, cache, uniform, banned, temperature=0, top_k=0, top_p=1)
         times.append(time.perf_counter() - begin)
     return {"engine": engine.describe(), "ms_per_token": statistics.median(times[args.warmup :]) * 1e3}
+
+
+# Which argument of a product is its weight.
+_WEIGHT_OF = {"matmul_forward": 2, "matmul_backward": 4, "matmul_gelu_forward": 3, "matmul_gelu_backward": 5}
 
 
 class TimedOps:
@@ -114,8 +120,8 @@ class TimedOps:
             size = sum(getattr(a, "nbytes", 0) for a in args)
             flops = 0
             if name.startswith("matmul"):
-                weight, rows = args[2] if name == "matmul_forward" else args[4], args[0].shape[0]
-                flops = 2 * rows * weight.size * (1 if name == "matmul_forward" else 2)
+                weight, rows = args[_WEIGHT_OF[name]], args[0].shape[0]
+                flops = 2 * rows * weight.size * (1 if name.endswith("_forward") else 2)
             self.calls[name].append((seconds, size, flops))
 
         return timed
@@ -230,8 +236,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     from kernels.cuda.timing import milliseconds
 
     c, rng = MODELS[args.model], np.random.default_rng(0)
-    ops = CudaOps(Numerics(precision=args.precision))
-    ops.attention = args.attention
+    ops = CudaOps(Numerics(precision=args.precision, attention=args.attention))
     need = attention_workspace_bytes(ops, ops.storage, args.batch, args.seq, c.heads, c.head_dim)
     ops.use_workspace(ops.allocate(need))
 
@@ -275,7 +280,7 @@ def main() -> None:
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
     parser.add_argument("--matmul", choices=("cublaslt", "own"), default="cublaslt")
-    parser.add_argument("--attention", choices=("hopper", "mma", "scalar"), default="mma", help="hopper: alone only")
+    parser.add_argument("--attention", choices=("hopper", "mma", "scalar"), default="hopper")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)

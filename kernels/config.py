@@ -13,7 +13,7 @@ Mlp = Literal["swiglu", "gelu"]
 Precision = Literal["fp32", "tf32", "bf16"]
 Recompute = Literal["none", "mlp"]
 Matmul = Literal["cublaslt", "own"]
-Attention = Literal["mma", "scalar"]
+Attention = Literal["hopper", "mma", "scalar"]
 
 # Rows of the embedding and of each head are padded to a multiple of this, so that a tensor-core product over the
 # vocabulary has whole tiles. Padding rows are zero at the start and receive no gradient, so they stay zero.
@@ -105,7 +105,8 @@ class Numerics:
             bits beside an fp32 stream, master weights, gradients, moments, statistics and losses. The CPU engine computes in
             fp32 only.
         matmul: cublaslt, the library's product, each shape by its fastest algorithm; or own, the kernel written here. GPU only.
-        attention: mma, on tensor cores where precision and head width allow; or scalar, the readable one. GPU only.
+        attention: hopper, on that GPU's tensor cores, mma, on any's, each where precision and head width allow, else the next; or
+            scalar, the readable one. GPU only.
         recompute: "mlp" computes an MLP's hidden activations again in the backward pass instead of keeping them.
         deterministic: the same bits for the same configuration on the same device.
 
@@ -115,7 +116,7 @@ class Numerics:
 
     precision: Precision = "fp32"
     matmul: Matmul = "cublaslt"
-    attention: Attention = "mma"
+    attention: Attention = "hopper"
     recompute: Recompute = "none"
     deterministic: bool = True
 

@@ -104,7 +104,7 @@ def activation_plan(
                 ("dqkv", qkv),
                 ("dattended", c.dim),
                 ("dup", hidden),
-                ("dact", c.ffn),
+                *((("dact", c.ffn),) if c.mlp == "swiglu" else ()),
             )
         ]
     return plan
@@ -116,9 +116,7 @@ def logits_rows(config: ModelConfig, rows: int, storage: np.dtype[Any]) -> int:
     return max(-(-rows // parts), rows // config.context)
 
 
-def parameter_plan(
-    size: int, *, training: bool, dtype: np.dtype[Any], storage: np.dtype[Any] | None = None
-) -> list[Buffer]:
+def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any], storage: np.dtype[Any] | None = None) -> list[Buffer]:
     """The flat arrays of `size` parameters: with their gradients and AdamW's two moments in training.
 
     Where the storage type is another than dtype, a copy in it, `weights`, is what products read.

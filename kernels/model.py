@@ -89,8 +89,11 @@ class Transformer:
             norm2 = self._norm_forward(f"{block}norm2", i, residual, branch)
             residual = self._rows("residual2", rows, c.dim, i)
             up, act = self._up(rows, i), self._rows("act", rows, c.ffn, i)
-            self._linear_forward(f"{block}up", up, norm2)
-            self._activation_forward(act, up)
+            if c.mlp == "swiglu":
+                self._linear_forward(f"{block}up", up, norm2)
+                ops.swiglu_forward(act, up)
+            else:
+                ops.matmul_gelu_forward(act, up, norm2, *self._linear(f"{block}up"))
             self._linear_forward(f"{block}down", branch, act)
         return self._norm_forward("norm", 0, residual, branch)
 
@@ -110,17 +113,12 @@ class Transformer:
         """Add the gradient of every parameter, from the gradient of forward's result; dnorm is overwritten."""
         c, ops, (batch, length) = self.config, self.ops, tokens.shape
         rows, heads = batch * length, c.heads + 2 * c.kv_heads
-        dresidual, dact = self._rows("dresidual", rows, c.dim), self._rows("dact", rows, c.ffn)
-        dattended = self._rows("dattended", rows, c.dim)
+        dresidual, dattended = self._rows("dresidual", rows, c.dim), self._rows("dattended", rows, c.dim)
         dqkv, dup = self._rows("dqkv", rows, heads * c.head_dim), self._up(rows, 0, "dup")
         self._norm_backward("norm", 0, dresidual, None, dnorm)
         for i in reversed(range(c.layers)):
             block = f"blocks.{i}."
-            up, act = self._up(rows, i), self._rows("act", rows, c.ffn, i)
-            if self.numerics.recompute == "mlp":
-                self._activation_forward(act, up)
-            self._linear_backward(f"{block}down", dact, dresidual, act)
-            self._activation_backward(dup, dact, up)
+            self._down_backward(f"{block}down", dup, dresidual, self._up(rows, i), self._rows("act", rows, c.ffn, i))
             self._linear_backward(f"{block}up", dnorm, dup, self._rows("norm2", rows, c.dim, i))
             self._norm_backward(f"{block}norm2", i, dresidual, dresidual, dnorm)
             attended = self._rows("attended", rows, c.dim, i)
@@ -175,14 +173,24 @@ class Transformer:
     def _linear_backward(self, name: str, dinp: Array, dout: Array, inp: Array) -> None:
         weight = f"{name}.weight"
         self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, self.weights[weight])
+        self._bias_backward(name, dout)
+
+    def _bias_backward(self, name: str, dout: Array) -> None:
         if self.config.bias:
             self.ops.bias_backward(self.grads[f"{name}.bias"], dout)
 
-    def _activation_forward(self, act: Array, up: Array) -> None:
-        (self.ops.swiglu_forward if self.config.mlp == "swiglu" else self.ops.gelu_forward)(act, up)
-
-    def _activation_backward(self, dup: Array, dact: Array, up: Array) -> None:
-        (self.ops.swiglu_backward if self.config.mlp == "swiglu" else self.ops.gelu_backward)(dup, dact, up)
+    def _down_backward(self, name: str, dup: Array, dout: Array, up: Array, act: Array) -> None:
+        """_linear_backward on through the activation; with recompute act is made anew."""
+        swiglu, ops, weight = self.config.mlp == "swiglu", self.ops, f"{name}.weight"
+        if self.numerics.recompute == "mlp":
+            (ops.swiglu_forward if swiglu else ops.gelu_forward)(act, up)
+        if swiglu:
+            dact = self._rows("dact", *act.shape)
+            self._linear_backward(name, dact, dout, act)
+            ops.swiglu_backward(dup, dact, up)
+            return
+        ops.matmul_gelu_backward(dup, self.grads[weight], dout, act, up, self.weights[weight])
+        self._bias_backward(name, dout)
 
     def _norm_buffers(self, name: str, layer: int, rows: int) -> tuple[Array, Array, list[Array]]:
         """The stream that a norm read, its output, and its saved statistics."""

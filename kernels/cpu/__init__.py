@@ -28,6 +28,7 @@ from kernels.cpu.layernorm import (
     residual_layernorm_forward,
 )
 from kernels.cpu.matmul import matmul_backward, matmul_forward
+from kernels.cpu.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
 from kernels.cpu.rmsnorm import (
     residual_rmsnorm_backward,
     residual_rmsnorm_forward,
@@ -74,6 +75,8 @@ class CpuOps:
     residual_layernorm_backward = staticmethod(residual_layernorm_backward)
     matmul_forward = staticmethod(matmul_forward)
     matmul_backward = staticmethod(matmul_backward)
+    matmul_gelu_forward = staticmethod(matmul_gelu_forward)
+    matmul_gelu_backward = staticmethod(matmul_gelu_backward)
     bias_forward = staticmethod(bias_forward)
     bias_backward = staticmethod(bias_backward)
     rope_forward = staticmethod(rope_forward)

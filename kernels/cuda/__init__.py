@@ -34,6 +34,7 @@ from kernels.cuda.layernorm import (
     residual_layernorm_forward,
 )
 from kernels.cuda.matmul import matmul_backward, matmul_forward
+from kernels.cuda.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
 from kernels.cuda.rmsnorm import (
     residual_rmsnorm_backward,
     residual_rmsnorm_forward,
@@ -67,6 +68,7 @@ class CudaOps(Device):
     layernorm_forward, layernorm_backward = layernorm_forward, layernorm_backward
     residual_layernorm_forward, residual_layernorm_backward = residual_layernorm_forward, residual_layernorm_backward
     matmul_forward, matmul_backward = matmul_forward, matmul_backward
+    matmul_gelu_forward, matmul_gelu_backward = matmul_gelu_forward, matmul_gelu_backward
     bias_forward, bias_backward = bias_forward, bias_backward
     rope_forward, rope_backward = rope_forward, rope_backward
     attention_forward, attention_backward = attention_forward, attention_backward

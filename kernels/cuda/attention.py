@@ -3,9 +3,6 @@
 Which kernel: `device.attention` "hopper" takes attention_hopper.cu on such a GPU where the arrays are bf16 and the head dim is 64
 or 128. Otherwise it is as "mma": attention_mma.cu where the arrays are bf16 and the head dim is 32, 64, 96 or 128. Everything
 else, and all of "scalar", takes attention_scalar.cu. So fp32 and tf32 are computed in fp32.
-
-Of these numerics.attention offers no "hopper": its backward pass has stopped for ever at some sizes, the cause is not found
-(kernels/NOTES.md, 2026-11-30). Tests and `kernels.bench attention` set it on the device.
 """
 
 from math import sqrt
@@ -37,13 +34,13 @@ _MMA_FORWARD = Kernel("attention_mma.cu", "attention_forward", tuple(_FORWARD.va
 _MMA_BACKWARD_QUERY = Kernel("attention_mma_backward.cu", "attention_backward_query", tuple(_BACKWARD_QUERY.values()))
 _MMA_BACKWARD_KEY = Kernel("attention_mma_backward.cu", "attention_backward_key", tuple(_BACKWARD_KEY.values()))
 
-# By head dim: HEAD_DIM, and forward STAGES. Not tuned.
+# By head dim: HEAD_DIM, and forward STAGES: at 64 3 and 2 were slower (NOTES.md, 2026-11-30), at 128 no more fit.
 _HOPPER = {64: (64, 4), 128: (128, 2)}
 _HOPPER_FORWARD = Kernel("attention_hopper.cu", "attention_forward", tuple(_HOPPER.values()), hopper=True)
 _HOPPER_BACKWARD = Kernel("attention_hopper_backward.cu", "attention_backward", tuple((d,) for d in _HOPPER), hopper=True)
 _HOPPER_ROWS, _HOPPER_BLOCK = 128, 3 * 128  # KEYS, also the forward pass's QUERIES; three warpgroups
 _HOPPER_BARRIERS = 256  # bytes, more than enough
-_HOPPER_L2_BYTES = 16 * 2**20  # of keys and values that blocks work on at a time; not tuned
+_HOPPER_L2_BYTES = 16 * 2**20  # of keys and values that blocks work on at a time; 8 and 32 were no faster
 
 
 def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start: Array) -> None:
@@ -53,7 +50,7 @@ def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start:
         device: its `attention` is "hopper", "mma" or "scalar", see above. The head dim is 128 at most.
 
     Precision: fp32 arithmetic, one rounding to T at the store of out; on tensor cores p, too, is rounded to bf16.
-    Determinism: bitwise repeatable (no atomics).
+    Determinism: bitwise repeatable (no atomics; hopper's decide only which block does what).
     """
     given = {"out": out, "lse": lse, "qkv": qkv, "start": start}
     heads, head_dim = out.shape[2:]
@@ -121,15 +118,16 @@ def _backward_queries(head_dim: int) -> int:
 
 
 def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, start: Array) -> None:
-    """Blocks that stay, one a multiprocessor: two own tiles of queries and of their results, and STAGES of keys and of values."""
+    """Blocks that stay, one a multiprocessor: queries of two items, results of one, and STAGES of keys and of values."""
     batch, length, heads, head_dim = out.shape
     sizes, tile_bytes = _sizes(out, qkv), _HOPPER_ROWS * head_dim * BF16.itemsize
     pairs, one = batch * heads, 2 * length * head_dim * BF16.itemsize  # one head's keys and values
     section = min(pairs, max(1, _HOPPER_L2_BYTES // one) * (heads // sizes["kv_heads"]))
     device.launch(
         _HOPPER_FORWARD, _HOPPER[head_dim], min(device.processors, -(-length // _HOPPER_ROWS) * pairs), _HOPPER_BLOCK,
-        shared_bytes=(2 + 2 * _HOPPER[head_dim][1]) * tile_bytes + _HOPPER_BARRIERS, out_map=device.heads_map(out),
-        qkv_map=device.heads_map(qkv), lse=lse, start=start, batch=batch, section=section, **sizes,
+        shared_bytes=(3 + 2 * _HOPPER[head_dim][1]) * tile_bytes + _HOPPER_BARRIERS, out_map=device.heads_map(out),
+        qkv_map=device.heads_map(qkv), lse=lse, start=start, counts=device.finished[:2], batch=batch, section=section,
+        **sizes,
     )  # fmt: skip
 
 

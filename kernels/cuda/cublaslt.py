@@ -35,8 +35,8 @@ INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.ma
 # cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
 _TYPES, _NAMES = {FLOAT: 0, BF16: 14}, {FLOAT: "fp32", BF16: "bf16"}
 _COMPUTE = {"fp32": 68, "bf16": 68, "tf32": 77}
-_TRANSPOSE_FIRST, _TRANSPOSE_SECOND, _EPILOGUE, _BIAS = 3, 4, 7, 8
-_ADD_BIAS = 4
+_TRANSPOSE_FIRST, _TRANSPOSE_SECOND, _EPILOGUE, _BIAS, _AUX, _AUX_ROW = 3, 4, 7, 8, 11, 12
+_EPILOGUES = {"": 1, "bias": 4, "gelu": 160, "bias gelu": 164, "gelu backward": 192}
 _MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _REDUCE_IN_COMPUTE_TYPE = 2
 _CANDIDATES = 8
@@ -61,7 +61,9 @@ class Product(NamedTuple):
         inputs, output: element types.
         precision: what the factors are rounded to: "fp32", "tf32" or "bf16".
         alignments: of the addresses of a, b and out, in bytes.
-        bias: whether a row (n,) of the output's type is added.
+        epilogue: what is done to each sum before it is rounded, "" for nothing: "bias", a row (n,) is added; "gelu", it is kept
+            in `aux` (m, n) and becomes its GELU; "bias gelu", both; "gelu backward", it is multiplied by GELU's derivative at
+            aux. Bias and aux are of the output's type.
     """
 
     m: int
@@ -74,44 +76,43 @@ class Product(NamedTuple):
     output: np.dtype[Any]
     precision: str
     alignments: tuple[int, int, int]
-    bias: bool = False
+    epilogue: str = ""
 
     def __str__(self) -> str:
         operation = f"{'T' if self.transpose_a else 'N'}{'T' if self.transpose_b else 'N'}{'+' if self.accumulate else ''}"
         alignments = ",".join(map(str, self.alignments))
-        types = f"{_NAMES[self.inputs]}-{_NAMES[self.output]} {self.precision}{' bias' if self.bias else ''}"
+        types = f"{_NAMES[self.inputs]}-{_NAMES[self.output]} {self.precision}{self.epilogue and ' '}{self.epilogue}"
         return f"{self.m}x{self.n}x{self.k} {operation} {types} {alignments}"
 
 
 def multiply(
     device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str,
-    bias: Any = None,
+    epilogue: str = "", bias: Any = None, aux: Any = None,
 ) -> None:  # fmt: skip
-    """out (+)= op(a) @ op(b) (+ bias), out neither a nor b. The first call for a shape takes longer: it times.
+    """out (+)= op(a) @ op(b) with Product's epilogue, out neither a nor b. The first call for a shape takes longer: it times.
 
     Raises:
         ValueError: the library is missing, or has no algorithm for the product.
     """
-    found = plan(device, out, a, b, transpose_a, transpose_b, accumulate, precision, bias)
-    found.run(device, out, a, b, bias=bias)
+    found = plan(device, out, a, b, transpose_a, transpose_b, accumulate, precision, epilogue, bias, aux)
+    found.run(device, out, a, b, bias=bias, aux=aux)
 
 
 def plan(
     device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str,
-    bias: Any = None,
+    epilogue: str = "", bias: Any = None, aux: Any = None,
 ) -> "Plan":  # fmt: skip
     """The plan of a product, made at the first call for its shape; afterwards `out` holds what it did, or the product."""
     (m, n), k = out.shape, a.shape[0 if transpose_a else 1]
     alignments = _alignment(a), _alignment(b), _alignment(out)
-    product = Product(m, n, k, transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision, alignments,
-                      bias is not None)  # fmt: skip
+    product = Product(m, n, k, transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision, alignments, epilogue)
     found = _PLANS.get(product)
     if found is None:
         assert not device.stream.is_capturing(), f"cuBLASLt: {product} has to run once before a graph captures it"
         assert a.shape == ((k, m) if transpose_a else (m, k)) and b.shape == ((n, k) if transpose_b else (k, n)), product
         assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), product
         found = Plan(product)
-        found.choose(device, out, a, b, bias)
+        found.choose(device, out, a, b, bias, aux)
         _PLANS[product] = found
     return found
 
@@ -139,8 +140,9 @@ class Plan:
         _check(lib.cublasLtMatmulDescCreate(byref(self._operation), _COMPUTE[p.precision], _TYPES[FLOAT]), "MatmulDescCreate")
         self._set(_TRANSPOSE_FIRST, c_int32(int(p.transpose_b)))
         self._set(_TRANSPOSE_SECOND, c_int32(int(p.transpose_a)))
-        if p.bias:
-            self._set(_EPILOGUE, c_int32(_ADD_BIAS))
+        self._set(_EPILOGUE, c_int32(_EPILOGUES[p.epilogue]))
+        if "gelu" in p.epilogue:
+            self._set(_AUX_ROW, c_int64(p.n))
         self._first = _layout(p.inputs, *((p.k, p.n) if p.transpose_b else (p.n, p.k)))
         self._second = _layout(p.inputs, *((p.m, p.k) if p.transpose_a else (p.k, p.m)))
         self._out = _layout(p.output, p.n, p.m)
@@ -155,11 +157,13 @@ class Plan:
         _check(status, "MatmulDescSetAttribute")
 
     def run(
-        self, device: Device, out: Any, a: Any, b: Any, candidate: int | None = None, addend: Any = None, bias: Any = None
-    ) -> None:
+        self, device: Device, out: Any, a: Any, b: Any, candidate: int | None = None, addend: Any = None, bias: Any = None,
+        aux: Any = None,
+    ) -> None:  # fmt: skip
         """Start the product. `addend` is added in place of what out holds, where the product accumulates."""
-        if self.product.bias:
-            self._set(_BIAS, c_void_p(bias.data.ptr))
+        for attribute, array in ((_BIAS, bias), (_AUX, aux)):
+            if array is not None:
+                self._set(attribute, c_void_p(array.data.ptr))
         algorithm = self.candidates[self.chosen if candidate is None else candidate].algorithm
         workspace: Any = device.workspace(((WORKSPACE_BYTES,), np.uint8))[0]
         status = _library().cublasLtMatmul(
@@ -169,7 +173,7 @@ class Plan:
         )  # fmt: skip
         _check(status, f"Matmul ({self.product})")
 
-    def choose(self, device: Device, out: Any, a: Any, b: Any, bias: Any = None) -> None:
+    def choose(self, device: Device, out: Any, a: Any, b: Any, bias: Any, aux: Any) -> None:
         """Take the recorded choice, or time the candidates and record the fastest.
 
         A product that overwrites is timed on `out` itself, which then holds the product. One that accumulates must not add twice:
@@ -183,7 +187,7 @@ class Plan:
         times: list[float] = []
         target = _scratch(out) if self.product.accumulate else out
         if target is not None and len(self.candidates) > 1:
-            works = [partial(self.run, device, target, a, b, i, out, bias) for i in range(len(self.candidates))]
+            works = [partial(self.run, device, target, a, b, i, out, bias, aux) for i in range(len(self.candidates))]
             times = milliseconds(device, works)
             self.chosen = next(i for i, ms in enumerate(times) if ms <= _MARGIN * min(times))
         _record(key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None})

@@ -53,7 +53,8 @@ class Device:
         self._modules: list[Any] = []  # unloaded when collected
         self._graphs: dict[Hashable, Any] = {}
         self._workspace = np.empty(0, np.uint8)
-        # Counts of blocks that have finished a part of something; zero between operations. More are not split than fill the GPU.
+        # Counts of blocks that have finished a part of something, or of parts that they took; zero between operations. More are
+        # not split than fill the GPU.
         self.finished = self.allocate(4 * 4 * self.processors).view(np.int32)
         self._kept: dict[Hashable, Array] = {}
 

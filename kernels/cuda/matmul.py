@@ -33,7 +33,8 @@ def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = 
     if len(inp) <= linear_rows.MOST_ROWS:  # whatever the backend
         linear_rows.linear_rows(device, out, inp, weight, bias)
     elif device.matmul == "cublaslt" and (bias is None or vector_size(out.shape[1], out, bias) > 1):
-        cublaslt.multiply(device, out, inp, weight, False, True, False, device.precision, bias)
+        epilogue = "" if bias is None else "bias"
+        cublaslt.multiply(device, out, inp, weight, False, True, False, device.precision, epilogue, bias)
     else:
         _multiply(device, out, inp, weight, transpose_b=True)
         if bias is not None:
@@ -42,8 +43,13 @@ def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = 
 
 def matmul_backward(device: Device, dinp: Any, dweight: Any, dout: Any, inp: Any, weight: Any, *, add_dinp: bool = False) -> None:
     """See kernels.cpu.matmul.matmul_backward. dweight is fp32, all else T; dinp is rounded once, also where it accumulates."""
-    _multiply(device, dweight, dout, inp, transpose_a=True, accumulate=True)
+    weight_gradient(device, dweight, dout, inp)
     _multiply(device, dinp, dout, weight, accumulate=add_dinp)
+
+
+def weight_gradient(device: Device, dweight: Any, dout: Any, inp: Any) -> None:
+    """dweight += dout^T @ inp, matmul_backward's first half."""
+    _multiply(device, dweight, dout, inp, transpose_a=True, accumulate=True)
 
 
 def _multiply(

@@ -9,8 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels.cpu import matmul as cpu_matmul
+from kernels.cpu.gelu import gelu_backward, gelu_forward
+from kernels.cpu.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
 from tests.cases import MATMUL
 from tests.compare import UNIT, Array, Arrays, assert_same_bits, assert_within
+from tests.cuda import STORAGES, Gpu, Side, assert_calibrated_op
+from tests.cuda import gpu as calibrated_gpu
 
 cupy = pytest.importorskip("cupy")
 
@@ -184,6 +189,45 @@ def test_in_a_graph(device: Device, precision: str) -> None:
         device.upload(case.dweight_again, a["dweight_before"])
         device.replay(key, case.launch)
         assert_same_bits(case.results(), expected)
+
+
+def matmul_gelu(side: Side, a: Arrays, fused: bool) -> Arrays:
+    """Both directions. Where the GPU does not fuse them, up and dact are rounded in between, so the baseline's are, too."""
+    inp, weight, bias, dout, down = (side.stored(a[name]) for name in ("inp", "weight", "bias", "dout", "down"))
+    act, up, dup = (side.stored(a["empty"]) for _ in range(3))
+    dweight = side.single(a["dweight"])
+    if fused or isinstance(side, Gpu):
+        side(matmul_gelu_forward, act, up, inp, weight, bias)
+        side(matmul_gelu_backward, dup, dweight, dout, act, up, down)
+    else:
+        side(cpu_matmul.matmul_forward, up, inp, weight, bias)
+        side(gelu_forward, act, up)
+        side(cpu_matmul.matmul_backward, dup, dweight, dout, act, down)
+        side(gelu_backward, dup, dup, up)
+    return {"act": act, "up": up, "dup": dup, "dweight": dweight}
+
+
+# The library's GELU in another form, of the wrong array or in the wrong direction; a fallback that differs from it.
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["own", "cublaslt"])
+@pytest.mark.parametrize("storage", STORAGES, ids=("fp32", "bf16"))
+@pytest.mark.parametrize("shape", [(136, 264, 40), (130, 33, 130), (300, 768, 200)])
+def test_gelu(
+    shape: tuple[int, int, int], storage: np.dtype[Any], backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows, hidden, width = shape
+    monkeypatch.setattr(cublaslt, "user_cache", lambda: tmp_path)
+    monkeypatch.setattr(calibrated_gpu(), "matmul", backend, raising=False)
+    monkeypatch.setattr(calibrated_gpu(), "precision", "bf16" if storage == BF16 else "fp32", raising=False)
+    cublaslt._PLANS.clear()
+    rng = np.random.default_rng(shape)
+    sizes = {"inp": (rows, width), "weight": (hidden, width), "bias": (hidden,), "dout": (rows, width), "down": (width, hidden)}
+    arrays = {name: rng.standard_normal(size) for name, size in sizes.items()}
+    arrays["weight"] *= 2 / np.sqrt(width)  # so that up is neither near 0 nor so large that GELU is straight
+    arrays |= {"dweight": rng.standard_normal((width, hidden)), "empty": np.full((rows, hidden), np.nan)}
+    run = partial(matmul_gelu, fused=backend == "cublaslt" and storage == BF16 and hidden % 8 == 0)
+    assert_calibrated_op(run, arrays, storage, sums=("dweight",), scale={"dup": 4 * np.sqrt(width)})
+    cublaslt._PLANS.clear()
 
 
 # Another process that makes another choice computes other bits.

@@ -163,6 +163,9 @@ def product_calls(m: Maker, s: Sizes) -> Calls:
         yield "embedding_backward", (f(s.padded_vocab, dim), dposition, t(rows, dim), ids, ids), {}
     inp, weight, out = t(rows, dim), t(s.padded_vocab, dim), t(rows, s.padded_vocab)
     yield "matmul_forward", (out, inp, weight), {}
+    up, wide = t(rows, s.padded_vocab), t(s.padded_vocab, dim)
+    yield "matmul_gelu_forward", (out, up, inp, wide, t(s.padded_vocab)), {}
+    yield "matmul_gelu_backward", (out, f(dim, s.padded_vocab), inp, out, up, t(dim, s.padded_vocab)), {}
     for few in range(1, 5):
         yield "matmul_forward", (t(few, s.padded_vocab), t(few, dim), weight, t(s.padded_vocab)), {}
     for add in (False, True):

@@ -1,0 +1,40 @@
+"""GPT-2's MLP up to its second product: a linear layer and the GELU behind it as one operation, which a device may fuse."""
+
+from typing import Any
+
+import numpy as np
+
+from kernels.cpu.gelu import gelu_backward, gelu_forward
+from kernels.cpu.matmul import matmul_backward, matmul_forward
+
+Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
+
+
+def matmul_gelu_forward(act: Array, up: Array, inp: Array, weight: Array, bias: Array | None = None) -> None:
+    """up = inp @ weight^T (+ bias), act = gelu(up).
+
+    Args:
+        act:    (rows, F), overwritten.
+        up:     (rows, F), overwritten; saved for the backward pass.
+        inp:    (rows, inputs).
+        weight: (F, inputs).
+        bias:   (F,), or None.
+    """
+    matmul_forward(up, inp, weight, bias)
+    gelu_forward(act, up)
+
+
+def matmul_gelu_backward(dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Array) -> None:
+    """Back through the product that reads act, out = act @ weight^T, and through the GELU.
+
+        dweight += dout^T @ act            dup = (dout @ weight) * gelu'(up)
+
+    Args:
+        dup:     (rows, F), overwritten.
+        dweight: (outputs, F), accumulated.
+        dout:    (rows, outputs).
+        act, up: (rows, F), the forward pass's.
+        weight:  (outputs, F).
+    """
+    matmul_backward(dup, dweight, dout, act, weight)
+    gelu_backward(dup, dup, up)
