@@ -55,6 +55,7 @@ class CpuOps:
     """
 
     name = "cpu"
+
     def __init__(self, dtype: type[np.floating[Any]] = np.float32, threads: int = 0) -> None:
         available = numba.config.NUMBA_NUM_THREADS
         if not 0 <= threads <= available:

@@ -15,7 +15,8 @@ MOST_ROWS = 4
 _STEP = Kernel("decode_step.cu", "decode_step", tuple((*t, rows) for t in VECTOR_TEMPLATES for rows in range(1, MOST_ROWS + 1)))
 _WARP, _DEPTH, _SHARES, _LANES, _AHEAD = 32, 8, 4, 8, 1  # the kernel's, LANES the fewest
 _STATIC_BYTES = 4096  # of shared memory, at most: the kernel's Block
-# Threads of a block, the first whose shared memory there is; more have more weights under way. Not tuned.
+# Threads of a block, the first whose shared memory there is; more have more weights under way. Not tuned, but no fewer than the
+# kernel's LARGEST_HEAD_DIM: take_fresh would not end.
 _THREADS = (512, 256, 128)
 
 _NORMS, _LINEARS = ("norm1", "norm2"), ("qkv", "proj", "up", "down")
