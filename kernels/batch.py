@@ -1,6 +1,7 @@
 """A micro-batch, and what the engine reads from it: where documents begin, and what each prediction head is trained on."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +16,30 @@ class Batch:
         targets:     (B, T) int32, the id that follows each token.
         document:    (B, T) int32, equal within a document, whose tokens stand together; attention and positions stay within it.
         loss_weight: (B, T) fp32, the weight of each target in the loss; 0 leaves it out.
+
+    What is made of them is kept, so that it can be made while a device still computes another batch (`prepare`).
     """
 
     tokens: NDArray[np.int32]
     targets: NDArray[np.int32]
     document: NDArray[np.int32]
     loss_weight: NDArray[np.float32]
+
+    @cached_property
+    def start(self) -> NDArray[np.int32]:
+        """document_start of its documents."""
+        return document_start(self.document)
+
+    @cached_property
+    def _heads(self) -> dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]]:
+        """What head_targets has made, by the number of heads."""
+        return {}
+
+
+def prepare(batch: Batch, mtp_heads: int) -> None:
+    """Make what an engine's micro_step will need of the batch."""
+    assert batch.start.shape == batch.tokens.shape
+    head_targets(batch, mtp_heads)
 
 
 def check(batch: Batch, micro_batch: int, context: int, vocab_size: int) -> None:
@@ -56,6 +75,8 @@ def head_targets(batch: Batch, mtp_heads: int) -> tuple[NDArray[np.int32], NDArr
     Head k at position t is trained on targets[t + k], with that target's weight, where t + k lies in the row and in the
     same document; elsewhere the weight is 0.
     """
+    if mtp_heads in batch._heads:
+        return batch._heads[mtp_heads]
     targets = np.zeros((mtp_heads, *batch.targets.shape), np.int32)
     weight = np.zeros(targets.shape, np.float32)
     for k in range(mtp_heads):
@@ -63,6 +84,7 @@ def head_targets(batch: Batch, mtp_heads: int) -> tuple[NDArray[np.int32], NDArr
         targets[k, :, :end] = batch.targets[:, k:]
         same = batch.document[:, k:] == batch.document[:, :end]
         weight[k, :, :end] = np.where(same, batch.loss_weight[:, k:], 0)
+    batch._heads[mtp_heads] = targets, weight
     return targets, weight
 
 

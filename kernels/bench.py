@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.batch import Batch, head_weight_sums
+from kernels.batch import Batch, head_weight_sums, prepare
 from kernels.config import ModelConfig, Numerics
 from kernels.devices import DEVICES
 from kernels.engine import AdamW, Engine
@@ -58,21 +58,23 @@ def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
     return Engine(MODELS[args.model], numerics, micro_batch=rows, device=args.device, threads=args.threads, training=training)
 
 
-def train_step(engine: Engine, batch: Batch) -> float:
+def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> float:
     """One update with every head weighted equally, to its loss and gradient norm on the host; returns its seconds."""
     heads = engine.config.mtp_heads
     scale = 1 / heads / head_weight_sums(batch, heads)
     begin = time.perf_counter()
     engine.micro_step(batch, scale)
     engine.reduce()
-    engine.update(AdamW(), 3e-4)
+    engine.update(AdamW(), 3e-4, meanwhile)
     return time.perf_counter() - begin
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """The median update."""
+    """The median update; what it needs of the next batch is made while it runs, as in training."""
     config, rng, engine = MODELS[args.model], np.random.default_rng(0), open_engine(args)
-    times = [train_step(engine, random_batch(rng, config, args.batch, args.seq)) for _ in range(args.warmup + args.steps)]
+    batches = [random_batch(rng, config, args.batch, args.seq) for _ in range(args.warmup + args.steps + 1)]
+    following = [partial(prepare, batch, config.mtp_heads) for batch in batches[1:]]
+    times = [train_step(engine, *each) for each in zip(batches, following, strict=False)]
     seconds = statistics.median(times[args.warmup :])
     tokens_per_s = args.batch * args.seq / seconds
     flops = matmul_flops_per_token(config, args.seq)

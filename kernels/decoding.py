@@ -82,20 +82,17 @@ class Decoding:
         host = np.empty((1 + 2 * tokens.size,), np.int32)
         host[0], host[1 : 1 + tokens.size], host[1 + tokens.size :] = cache.length, -cache.length, tokens.reshape(-1)
         appended = self._input("appended", host)
-        model, fused = self._model, count == last and tokens.size <= self.ops.fused_rows
-        rows = self._arena.view("residual1" if fused else "branch", (batch * last, self.config.dim))
-
-        def head(k: int) -> Array:
-            return model.step_logits(k, rows) if fused else model.head_logits(k, rows)
+        model, fused = self._model, count == last and tokens.size <= self._model.fused_rows
+        rows = self._arena.view("branch", (batch * last, self.config.dim))
 
         def work() -> None:
             length, (start, taken) = appended[:1].reshape(()), appended[1:].reshape(2, *tokens.shape)
             if fused:
-                model.step(taken, start, cache, length)
+                logits = model.step(rows, taken, start, cache, length)
             else:
-                stream = model.forward(taken, start, cache, length)
-                self.ops.copy_rows(rows, stream, count - last, count if last == 1 else 1)
-            logits = head(0)
+                norm = model.forward(taken, start, cache, length)
+                self.ops.copy_rows(rows, norm, count - last, count if last == 1 else 1)
+                logits = model.head_logits(0, rows)
             if then is not None:
                 then(logits)
 
@@ -104,7 +101,7 @@ class Decoding:
         else:
             work()
         cache.length += count
-        return self._arena.view("logits", (batch * last, self.config.padded_vocab)), head
+        return self._arena.view("logits", (batch * last, self.config.padded_vocab)), lambda k: model.head_logits(k, rows)
 
     def _host_logits(self, logits: Array) -> NDArray[np.float32]:
         return self.ops.download(logits)[:, : self.config.vocab_size].astype(np.float32)

@@ -5,14 +5,14 @@ the whole update, the weight of each position in the loss, comes in with it. Dec
 be shared between threads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.batch import Batch, check, document_start, head_targets
+from kernels.batch import Batch, check, head_targets
 from kernels.config import ModelConfig, Numerics
 from kernels.decoding import Decoding
 from kernels.devices import open_ops
@@ -174,14 +174,16 @@ class Engine(Decoding):
     def reduce(self) -> None:
         """Sum gradients and losses over all ranks; one device has nothing to sum."""
 
-    def update(self, optimizer: AdamW, lr: float) -> Update:
+    def update(self, optimizer: AdamW, lr: float, meanwhile: Callable[[], None] = lambda: None) -> Update:
         """Clip the accumulated gradient, apply AdamW once and clear the gradient.
 
         A gradient whose norm is not finite is neither applied nor cleared, so that first_nonfinite can name its tensor.
+        `meanwhile` is called before the results are waited for: a GPU computes on.
         """
         norm, sums = self._arena.view("grad_norm", ()), self._arena.view("nll_sums", (self.config.mtp_heads,))
         rate, step = self._input("lr", np.float64(lr)), self._input("step", np.int64(self._step + 1))
         self.ops.replay(("update", optimizer), lambda: self._clip_and_apply(optimizer, norm, rate, step))
+        meanwhile()
         update = Update(self.ops.download(sums), float(self.ops.download(norm)))
         self.ops.upload(sums, 0.0)
         self._step += bool(np.isfinite(update.grad_norm))
@@ -251,4 +253,4 @@ class Engine(Decoding):
     def _take(self, batch: Batch) -> tuple[Array, Array]:
         """Check a batch; its tokens, and where their documents begin, on the device."""
         check(batch, self.micro_batch, self.config.context, self.config.vocab_size)
-        return self._input("tokens", batch.tokens), self._input("start", document_start(batch.document))
+        return self._input("tokens", batch.tokens), self._input("start", batch.start)

@@ -59,6 +59,7 @@ class Transformer:
     ) -> None:
         self.config, self.numerics, self.ops = config, numerics, ops
         self.weights, self.parameters, self.grads, self.arena = weights, parameters, grads, arena
+        self.fused_rows = ops.fused_rows(config)
         self.rope = ops.rope_table(config.context, config.head_dim, config.rope_base) if config.position == "rope" else None
 
     def forward(self, tokens: Array, start: Array, cache: Cache | None = None, cached: Array | None = None) -> Array:
@@ -100,36 +101,16 @@ class Transformer:
             ops.matmul_forward(branch, act, self.weights[f"{linear}.weight"])
         return self._norm_forward("norm", 0, residual, branch, linear)
 
-    def step(self, tokens: Array, start: Array, cache: Cache, cached: Array) -> Array:
-        """The stream before the last norm, (rows, C), of few new tokens (B, n) behind a cache.
+    def step(self, norm: Array, tokens: Array, start: Array, cache: Cache, cached: Array) -> Array:
+        """forward, and head_logits(0), of few new tokens (B, n) behind a cache: for fused_rows rows at most.
 
-        What forward computes, by operations that a device has for ops.fused_rows rows at most; nothing is kept for a way back.
+        norm (rows, C) is overwritten with what forward returns. Nothing is kept for a way back.
         """
-        c, ops, (batch, length) = self.config, self.ops, tokens.shape
-        rows, heads = batch * length, c.heads + 2 * c.kv_heads
-        stream, attended = self._rows("residual1", rows, c.dim), self._rows("attended", rows, c.dim)
-        qkv, act = self._rows("qkv", rows, heads * c.head_dim), self._rows("act", rows, c.ffn)
-        rope = None if self.rope is None else (start, self.rope, c.heads + c.kv_heads)
-        ops.embedding_forward(stream, tokens, start, self.parameters["tok.weight"], self.parameters.get("pos.weight"))
-        for i in range(c.layers):
-            block = f"blocks.{i}."
-            ops.norm_linear_rows(qkv, stream, *self._norm_linear(f"{block}norm1", f"{block}qkv"), eps=c.norm_eps, rope=rope)
-            ops.decode_attention_forward(
-                attended.reshape(batch, length, c.heads, c.head_dim),
-                qkv.reshape(batch, length, heads, c.head_dim),
-                cache.keys[i],
-                cache.values[i],
-                cached,
-            )
-            ops.residual_linear_rows(stream, attended, *self._linear(f"{block}proj"))
-            ops.norm_linear_rows(act, stream, *self._norm_linear(f"{block}norm2", f"{block}up"), eps=c.norm_eps, activation=c.mlp)
-            ops.residual_linear_rows(stream, act, *self._linear(f"{block}down"))
-        return stream
-
-    def step_logits(self, k: int, stream: Array) -> Array:
-        """head_logits of what step returned."""
-        logits, norm = self._logits(stream.shape[0]), self._norm_parameters(self.parameters, "norm")
-        self.ops.norm_linear_rows(logits, stream, norm, self._head(self.weights, k), eps=self.config.norm_eps)
+        logits = self._logits(tokens.size)
+        self.ops.decode_step(
+            logits, norm, tokens, start, cached, cache.keys, cache.values, self.weights, self.parameters,
+            self._head(self.weights, 0), self.rope, config=self.config,
+        )  # fmt: skip
         return logits
 
     def backward(self, dnorm: Array, tokens: Array, start: Array) -> None:
@@ -189,9 +170,6 @@ class Transformer:
 
     def _linear(self, name: str) -> tuple[Array, Array | None]:
         return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-
-    def _norm_linear(self, norm: str, linear: str) -> tuple[list[Array], Array, Array | None]:
-        return self._norm_parameters(self.parameters, norm), *self._linear(linear)
 
     def _linear_forward(self, name: str, out: Array, inp: Array) -> None:
         self.ops.matmul_forward(out, inp, *self._linear(name))

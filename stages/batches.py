@@ -7,13 +7,51 @@ Which tokens a micro-batch holds depends on its global number and the seed alone
 integer, whatever the number of updates, accumulated micro-batches or ranks, and a resumed run reads what comes next.
 """
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.batch import Batch
+from kernels.batch import Batch, prepare
 from stages.shard_format import ShardSet
 
 ROUNDS = 6  # of the Feistel network; four are enough in theory, more cost nothing beside a step
+
+
+class Batches(Protocol):
+    """Training micro-batches; which tokens one holds depends on its number alone, counted over the whole run."""
+
+    def batch(self, index: int) -> Batch:
+        """Micro-batch `index`."""
+
+
+class Ahead:
+    """The micro-batches of each update, made ready while a GPU computes the one before.
+
+    Args:
+        source: the batches, in training's order.
+        accum: micro-batches of an update.
+        updates: how many there are.
+        mtp_heads: the model's.
+    """
+
+    def __init__(self, source: Batches, accum: int, updates: int, mtp_heads: int) -> None:
+        self._source, self._accum, self._updates, self._mtp_heads = source, accum, updates, mtp_heads
+        self._step, self._batches = -1, list[Batch]()
+
+    def fetch(self, step: int) -> None:
+        """Make those of an update ready, if there is such an update and they are not."""
+        if step != self._step and step < self._updates:
+            first = step * self._accum
+            self._batches = [self._source.batch(index) for index in range(first, first + self._accum)]
+            self._step = step
+            for batch in self._batches:
+                prepare(batch, self._mtp_heads)
+
+    def of(self, step: int) -> list[Batch]:
+        """Those of an update."""
+        self.fetch(step)
+        return self._batches
 
 
 def shuffled(places: NDArray[np.int64], count: int, *key: int) -> NDArray[np.int64]:

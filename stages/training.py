@@ -12,9 +12,9 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Protocol
 
 import numpy as np
 
@@ -22,16 +22,10 @@ from kernels.batch import Batch, head_weight_sums
 from kernels.config import ModelConfig
 from kernels.engine import AdamW, Engine
 from stages import checkpoint
+from stages.batches import Ahead, Batches
 from stages.checkpoint import ResumeFolder, State, fingerprint, resume_root, sources
 from stages.metrics import MOST_ROWS, Display, Progress, Record, Speed, now, open_display, versions, write_provenance
 from stages.settings import Settings, Training
-
-
-class Batches(Protocol):
-    """Training micro-batches; which tokens one holds depends on its number alone, counted over the whole run."""
-
-    def batch(self, index: int) -> Batch:
-        """Micro-batch `index`."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +84,11 @@ def learning_rate(step: int, training: Training) -> float:
     return warm * (training.min_lr + (training.lr - training.min_lr) * share)
 
 
-def train_step(engine: Engine, batches: Sequence[Batch], mtp_weights: Sequence[float], optimizer: AdamW, lr: float) -> Outcome:
-    """One update over these micro-batches.
+def train_step(
+    engine: Engine, batches: Sequence[Batch], mtp_weights: Sequence[float], optimizer: AdamW, lr: float,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Outcome:  # fmt: skip
+    """One update over these micro-batches; `meanwhile` is engine.update's.
 
     Raises:
         ValueError: no target of head 0 counts in any of them.
@@ -104,7 +101,7 @@ def train_step(engine: Engine, batches: Sequence[Batch], mtp_weights: Sequence[f
     for batch in batches:
         engine.micro_step(batch, weights * per_weight)
     engine.reduce()
-    update = engine.update(optimizer, lr)
+    update = engine.update(optimizer, lr, meanwhile)
     losses = update.nll_sums * per_weight
     return Outcome(float(losses[0]), float(weights @ losses), float(update.grad_norm))
 
@@ -160,11 +157,12 @@ def train(engine: Engine, training: Training, task: Task, *, resume: ResumeFolde
     step, record = _restore(engine, resume, display)
     begun, before_s, speed = time.perf_counter(), record.seconds, Speed()
     accum, every = training.grad_accum_steps, math.ceil(training.steps / MOST_ROWS)
+    ahead = Ahead(task.batches, accum, training.steps, len(training.mtp_weights))
     with Interrupt() as interrupt:
         while step < training.steps:
             step_begun, lr = time.perf_counter(), learning_rate(step, training)
-            batches = [task.batches.batch(index) for index in range(step * accum, (step + 1) * accum)]
-            outcome = train_step(engine, batches, training.mtp_weights, optimizer, lr)
+            batches = ahead.of(step)
+            outcome = train_step(engine, batches, training.mtp_weights, optimizer, lr, partial(ahead.fetch, step + 1))
             step_s = speed.add(time.perf_counter() - step_begun)
             tokens_per_s = accum * batches[0].tokens.size / step_s
             step += 1

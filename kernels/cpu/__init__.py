@@ -55,9 +55,6 @@ class CpuOps:
     """
 
     name = "cpu"
-    # Rows up to which a linear layer and its neighbours are one operation: none here.
-    fused_rows = 0
-
     def __init__(self, dtype: type[np.floating[Any]] = np.float32, threads: int = 0) -> None:
         available = numba.config.NUMBA_NUM_THREADS
         if not 0 <= threads <= available:
@@ -124,6 +121,10 @@ class CpuOps:
 
     def forget(self, owner: int) -> None:
         """Drop what replay recorded for the object of that id; nothing here."""
+
+    def fused_rows(self, config: ModelConfig) -> int:
+        """Rows up to which a pass of the model behind a cache is one operation, decode_step: none here."""
+        return 0
 
     def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
         """What the operations need beside the arrays they are given: here each takes it where it runs."""

@@ -21,6 +21,7 @@ from kernels.cuda.attention import (
 from kernels.cuda.bias import bias_backward, bias_forward
 from kernels.cuda.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from kernels.cuda.decode_attention import decode_attention_forward
+from kernels.cuda.decode_step import decode_step, fused_rows
 from kernels.cuda.device import Device
 from kernels.cuda.embedding import embedding_backward, embedding_forward
 from kernels.cuda.gelu import gelu_backward, gelu_forward
@@ -32,7 +33,6 @@ from kernels.cuda.layernorm import (
     residual_layernorm_backward,
     residual_layernorm_forward,
 )
-from kernels.cuda.linear_rows import MOST_ROWS, norm_linear_rows, residual_linear_rows
 from kernels.cuda.matmul import matmul_backward, matmul_forward
 from kernels.cuda.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
 from kernels.cuda.rmsnorm import (
@@ -61,7 +61,6 @@ class CudaOps(Device):
 
     name = "cuda"
     dtype = FLOAT
-    fused_rows = MOST_ROWS
 
     embedding_forward, embedding_backward = embedding_forward, embedding_backward
     rmsnorm_forward, rmsnorm_backward = rmsnorm_forward, rmsnorm_backward
@@ -70,11 +69,11 @@ class CudaOps(Device):
     residual_layernorm_forward, residual_layernorm_backward = residual_layernorm_forward, residual_layernorm_backward
     matmul_forward, matmul_backward = matmul_forward, matmul_backward
     matmul_gelu_forward, matmul_gelu_backward = matmul_gelu_forward, matmul_gelu_backward
-    norm_linear_rows, residual_linear_rows = norm_linear_rows, residual_linear_rows
     bias_forward, bias_backward = bias_forward, bias_backward
     rope_forward, rope_backward = rope_forward, rope_backward
     attention_forward, attention_backward = attention_forward, attention_backward
     decode_attention_forward = decode_attention_forward
+    decode_step = decode_step
     gelu_forward, gelu_backward = gelu_forward, gelu_backward
     swiglu_forward, swiglu_backward = swiglu_forward, swiglu_backward
     cross_entropy_forward, cross_entropy_backward = cross_entropy_forward, cross_entropy_backward
@@ -88,6 +87,10 @@ class CudaOps(Device):
         super().__init__()
         self.precision, self.matmul, self.attention = numerics.precision, numerics.matmul, numerics.attention
         self.storage = BF16 if numerics.precision == "bf16" else FLOAT
+
+    def fused_rows(self, config: ModelConfig) -> int:
+        """Rows up to which decode_step takes the place of a pass by the other operations."""
+        return fused_rows(self, self.storage, config)
 
     def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
         """The most that one operation needs while it runs.

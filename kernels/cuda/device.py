@@ -56,6 +56,7 @@ class Device:
         # Counts of blocks that have finished a part of something, or of parts that they took; zero between operations. More are
         # not split than fill the GPU.
         self.finished = self.allocate(4 * 4 * self.processors).view(np.int32)
+        self._kept: dict[Hashable, Array] = {}
 
     def launch(
         self,
@@ -125,6 +126,12 @@ class Device:
             views.append(self._workspace[offset : offset + size].view(dtype).reshape(shape))
             offset += -(-size // 256) * 256
         return views
+
+    def kept(self, name: Hashable, size: int) -> Array:
+        """`size` bytes that one operation alone writes, zero at first and from then on as it left them."""
+        if (name, size) not in self._kept:
+            self._kept[name, size] = self.allocate(size)
+        return self._kept[name, size]
 
     def heads_map(self, array: Array) -> Array:
         """What a Hopper kernel takes for a (B, T, heads, D) array of bf16."""

@@ -24,9 +24,9 @@ FLOAT = np.dtype(np.float32)
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 
 _CUDA_TYPES = {FLOAT: "float", BF16: "bf16"}
-_POINTERS = {
+_POINTERS = {  # Word: of handover.cuh
     "float": np.float32, "bf16": np.uint16, "int": np.int32, "long long": np.int64, "double": np.float64,
-    "bool": np.bool_, "unsigned": np.uint32, "unsigned char": np.uint8,
+    "bool": np.bool_, "unsigned": np.uint32, "unsigned char": np.uint8, "Word": np.uint64,
 }  # fmt: skip
 _SCALARS: dict[str, Any] = {
     "int": np.int32, "long long": np.int64, "unsigned": np.uint32, "float": np.float32, "double": np.float64, "bool": np.bool_,

@@ -57,9 +57,12 @@ void over_row(const T* row, int vocab_size, Visit visit) {
 // The code of the likeliest, NO_CODE where there is no candidate.
 template <typename T, int SIZE>
 Code first_of(const T* row, int vocab_size) {
-    Code best = NO_CODE;
-    over_row<T, SIZE>(row, vocab_size, [&](float x, int id) { best = Larger()(best, code_of(x, id)); });
-    return block_reduce(best, Larger(), NO_CODE);
+    float best = 0.0f;
+    int place = -1;
+    over_row<T, SIZE>(row, vocab_size, [&](float x, int id) {  // ids rise, so that the first of equals stays
+        if (place < 0 || x > best) best = x, place = id;
+    });
+    return block_reduce(place < 0 ? NO_CODE : code_of(best, place), Larger(), NO_CODE);
 }
 
 // What an element adds to a running sum.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kernels.cpu import matmul as cpu_matmul
+from kernels.cpu.bias import bias_forward
 from kernels.cpu.gelu import gelu_backward, gelu_forward
 from kernels.cpu.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
 from tests.cases import MATMUL
@@ -192,7 +193,7 @@ def test_in_a_graph(device: Device, precision: str) -> None:
 
 
 def matmul_gelu(side: Side, a: Arrays, fused: bool) -> Arrays:
-    """Both directions. Where the GPU does not fuse them, up and dact are rounded in between, so the baseline's are, too."""
+    """Both directions. Where the GPU does not fuse them, it rounds before the bias, up and dact, and so does the baseline."""
     inp, weight, bias, dout, down = (side.stored(a[name]) for name in ("inp", "weight", "bias", "dout", "down"))
     act, up, dup = (side.stored(a["empty"]) for _ in range(3))
     dweight = side.single(a["dweight"])
@@ -200,7 +201,8 @@ def matmul_gelu(side: Side, a: Arrays, fused: bool) -> Arrays:
         side(matmul_gelu_forward, act, up, inp, weight, bias)
         side(matmul_gelu_backward, dup, dweight, dout, act, up, down)
     else:
-        side(cpu_matmul.matmul_forward, up, inp, weight, bias)
+        side(cpu_matmul.matmul_forward, up, inp, weight)
+        side(bias_forward, up, up, bias)
         side(gelu_forward, act, up)
         side(cpu_matmul.matmul_backward, dup, dweight, dout, act, down)
         side(gelu_backward, dup, dup, up)

@@ -14,8 +14,10 @@ import pytest
 
 pytest.importorskip("cupy")
 
+from kernels.config import ModelConfig
 from kernels.cpu import CpuOps
 from kernels.cuda.launch import BF16, FLOAT, TENSOR_MAP, Kernel, Template, arguments
+from kernels.parameters import flat_size, named, parameter_table
 
 ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
 STORAGES = (FLOAT, BF16)
@@ -70,6 +72,10 @@ class RecordingDevice:
     def workspace(self, *parts: tuple[tuple[int, ...], Any]) -> list[HostArray]:
         """Arrays of these shapes and dtypes."""
         return [array(shape, dtype) for shape, dtype in parts]
+
+    def kept(self, name: str, size: int) -> HostArray:
+        """As Device's."""
+        return array((size,), np.uint8)
 
     def heads_map(self, target: HostArray) -> Any:
         """As Device's, of nothing."""
@@ -163,12 +169,6 @@ def product_calls(m: Maker, s: Sizes) -> Calls:
     yield "matmul_gelu_backward", (out, f(dim, s.padded_vocab), inp, out, up, t(dim, s.padded_vocab)), {}
     for few in range(1, 5):
         yield "matmul_forward", (t(few, s.padded_vocab), t(few, dim), weight, t(s.padded_vocab)), {}
-    rope = (m.ids(1, 4), f(8, 2, 2), 3)
-    for parts in ((f(dim),), (f(dim), f(dim))):
-        for options in ({}, {"activation": "gelu"}, {"activation": "swiglu"}, {"rope": rope}):
-            wide = t(4, s.padded_vocab // (2 if options == {"activation": "swiglu"} else 1))
-            yield "norm_linear_rows", (wide, f(4, dim), parts, weight, t(s.padded_vocab)), {"eps": 1e-5, **options}
-    yield "residual_linear_rows", (f(4, s.padded_vocab), t(4, dim), weight), {}
     for add in (False, True):
         yield "matmul_backward", (inp, f(s.padded_vocab, dim), out, inp, weight), {"add_dinp": add}
 
@@ -185,6 +185,23 @@ def attention_calls(m: Maker, s: Sizes) -> Calls:
     yield "attention_backward", (qkv, out, out, lse, qkv, ids), {}
     cache = (t(batch, 2 * length, s.kv_heads, head_dim) for _ in range(2))
     yield "decode_attention_forward", (out, qkv, *cache, m.ids()), {}
+
+
+def step_calls(m: Maker, s: Sizes) -> Calls:
+    """A pass of the model in one kernel, of each number of rows."""
+    sizes: dict[str, Any] = {"vocab_size": s.vocab_size, "layers": 2, "heads": s.heads, "kv_heads": s.kv_heads, "ffn": s.dim}
+    gpt2: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}
+    for parts in ({}, gpt2):
+        c = ModelConfig(**sizes, context=8, dim=s.heads * s.head_dim, **parts)
+        names = parameter_table(c)
+        weights, parameters = named(m.stored(flat_size(names)), names), named(m.single(flat_size(names)), names)
+        table = None if parts else m.single(c.context, 2, c.head_dim // 2)
+        head = weights["tok.weight"] if parts else weights["head.weight"][0]
+        for batch, count in ((1, 1), (2, 1), (1, 3), (2, 2)):
+            outs = m.stored(batch * count, c.padded_vocab), m.stored(batch * count, c.dim)
+            cache = (m.stored(c.layers, batch, c.context, c.kv_heads, c.head_dim) for _ in range(2))
+            ids = m.ids(batch, count), m.ids(batch, count), m.ids()
+            yield "decode_step", (*outs, *ids, *cache, weights, parameters, head, table), {"config": c}
 
 
 def update_calls(m: Maker, s: Sizes) -> Calls:
@@ -210,13 +227,13 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
 
 def calls(storage: np.dtype[Any], sizes: Sizes) -> Calls:
     """One call, or more, of each launcher."""
-    for make in (row_calls, product_calls, attention_calls, update_calls):
+    for make in (row_calls, product_calls, attention_calls, step_calls, update_calls):
         yield from make(Maker(storage), sizes)
 
 
 def module_of(name: str) -> Any:
     """The launchers' module of an operation's function."""
-    operation = name.removeprefix("norm_").removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
+    operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
     return import_module(f"kernels.cuda.{'sampling' if name == 'ban' else operation}")
 
 
@@ -254,7 +271,7 @@ def test_only_tensor_maps_pass_as_such() -> None:
 def test_every_operation_is_called() -> None:
     operations = {name for name, value in vars(CpuOps).items() if isinstance(value, staticmethod)}
     called = {name for name, _, _ in calls(FLOAT, SIZES[0])}
-    assert called == operations | {"norm_linear_rows", "residual_linear_rows", "rounding"}  # which the GPU alone has
+    assert called == operations | {"decode_step", "rounding"}  # which the GPU alone has
 
 
 # An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.batches import EvalWindows, PretrainBatches, sequential_batch, shuffled
+from kernels.batch import Batch
+from stages.batches import Ahead, EvalWindows, PretrainBatches, sequential_batch, shuffled
 from stages.shard_format import Counts, ShardSet, open_split, shard_path, write_index, write_shard
 
 SEPARATOR = 60000
@@ -179,3 +180,21 @@ def test_arrays_are_what_the_engine_takes(tmp_path: Path) -> None:
             assert getattr(batch, name).dtype == np.int32
         assert batch.loss_weight.dtype == np.float32
         assert all(array.shape == (3, 8) and array.flags.c_contiguous for array in vars(batch).values())
+
+
+def test_updates_batches_come_in_order_each_once_whether_fetched_ahead_or_not() -> None:
+    """Would catch an update that takes the next one's batches, fetches its own twice, or fetches beyond the last update's."""
+    asked: list[int] = []
+
+    class Source:
+        def batch(self, index: int) -> Batch:
+            asked.append(index)
+            numbers = np.full((1, 4), index, np.int32)
+            return Batch(numbers, numbers, np.zeros_like(numbers), np.ones((1, 4), np.float32))
+
+    ahead = Ahead(Source(), accum=2, updates=3, mtp_heads=2)
+    for step in range(3):
+        assert [int(batch.tokens[0, 0]) for batch in ahead.of(step)] == [2 * step, 2 * step + 1]
+        if step != 1:  # as where nothing calls it
+            ahead.fetch(step + 1)
+    assert asked == list(range(6))

@@ -132,7 +132,7 @@ def test_ctrl_c_exits_130_and_goes_on(
         command_main(stage)
     assert stopped.value.code == 130 and not Path("out/checkpoint").exists()
     run(corpus, settings_with())
-    assert "resumed at step 3" in capsys.readouterr().out
+    assert "resumed at step 2" in capsys.readouterr().out  # whose third batch, of index 2, was fetched within step 2
 
 
 def test_plan_is_printed_alone(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:

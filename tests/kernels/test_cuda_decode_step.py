@@ -1,0 +1,193 @@
+"""A pass of the whole model in one kernel, against the CPU's operations in turn behind the same cache."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.batch import Batch
+from kernels.config import ModelConfig, Numerics
+from kernels.cpu.decode_attention import decode_attention_forward
+from kernels.cpu.embedding import embedding_forward
+from kernels.cpu.gelu import gelu_forward
+from kernels.cpu.layernorm import layernorm_forward
+from kernels.cpu.matmul import matmul_forward
+from kernels.cpu.rmsnorm import rmsnorm_forward
+from kernels.cpu.rope import rope_forward, rope_table
+from kernels.cpu.swiglu import swiglu_forward
+from kernels.engine import Engine
+from kernels.parameters import flat_size, named, parameter_table
+from tests.compare import Array, Arrays, assert_same_bits, assert_within
+from tests.cuda import FLOAT, STORAGES, Cpu, Gpu, Side, assert_calibrated_op, gpu
+
+GPT2: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}
+
+
+def model(layers: int, heads: int, kv_heads: int, dim: int, ffn: int, context: int, **parts: Any) -> ModelConfig:
+    """A configuration with a vocabulary that is padded."""
+    return ModelConfig(vocab_size=300, layers=layers, heads=heads, kv_heads=kv_heads, dim=dim, ffn=ffn, context=context, **parts)
+
+
+# Vectors and single elements, fewer outputs than there are blocks and more, keys for one share and for all, shared keys.
+MODELS = {
+    "gpt2": model(3, 4, 4, 256, 512, 300, **GPT2),
+    "euler": model(3, 8, 2, 512, 344, 300),
+    "gpt2 wide": model(2, 12, 12, 768, 3072, 1024, **GPT2),
+    "euler wide": model(2, 12, 4, 1536, 4096, 700),
+    "gpt2 odd": model(2, 3, 3, 33, 47, 70, **GPT2),
+    "euler odd": model(2, 6, 3, 60, 22, 70),
+    "mixed": model(1, 2, 1, 256, 64, 130, norm="layernorm", bias=True),
+    "mixed odd": model(2, 5, 1, 65, 18, 20, position="learned"),
+}
+
+
+def arrays_of(c: ModelConfig, batch: int, count: int, held: int) -> Arrays:
+    """Random parameters, far from the initial ones, tokens, and a cache with NaN beyond what it holds."""
+    rng, table = np.random.default_rng([c.dim, batch, count, held]), parameter_table(c)
+    flat = np.zeros(flat_size(table))
+    for p in table:
+        scale = 1.0 if p.name in ("tok.weight", "pos.weight") else 0.3 if len(p.shape) == 1 else p.shape[-1] ** -0.5
+        flat[p.offset : p.offset + p.size] = (p.std is None) + scale * rng.standard_normal(p.size)
+    keys, values = np.full((2, c.layers, batch, c.context, c.kv_heads, c.head_dim), np.nan)
+    for cached in (keys, values):
+        cached[:, :, :held] = rng.standard_normal(cached[:, :, :held].shape)
+    tokens = rng.integers(c.vocab_size, size=(batch, count), dtype=np.int32)
+    return {"flat": flat, "keys": keys, "values": values, "tokens": tokens, "held": np.array(held, np.int32)}
+
+
+def runner(c: ModelConfig) -> Any:
+    """What assert_calibrated_op takes: logits, the last norm's rows, and the cache's new rows beside its old."""
+
+    def run(side: Side, a: Arrays) -> Arrays:
+        names, (batch, count), held = parameter_table(c), a["tokens"].shape, int(a["held"])
+        weights, parameters = named(side.stored(a["flat"]), names), named(side.single(a["flat"]), names)
+        keys, values = side.stored(a["keys"]), side.stored(a["values"])
+        tokens, start = side.same(a["tokens"]), side.same(np.full_like(a["tokens"], -held))
+        table = side.single(rope_table(c.context, c.head_dim, c.rope_base)) if c.position == "rope" else None
+        logits, norm = (side.stored(np.full((batch * count, width), np.nan)) for width in (c.padded_vocab, c.dim))
+        head = weights["tok.weight"] if c.tied_head else weights["head.weight"][0]
+        length = side.same(a["held"])
+        if isinstance(side, Gpu):
+            from kernels.cuda.decode_step import decode_step
+
+            decode_step(
+                side.device, logits, norm, tokens, start, length, keys, values, weights, parameters, head, table, config=c
+            )
+        else:
+            in_turn(side, c, (logits, norm), tokens, start, length, (keys, values), weights, parameters, head, table)
+        old, new = np.s_[:, :, :held], np.s_[:, :, held : held + count]
+        k, v = side.host(keys), side.host(values)
+        cached = {"keys": k[new], "values": v[new], "old": np.stack((k[old], v[old]))}
+        return {"logits": side.host(logits), "norm": side.host(norm), **cached}
+
+    return run
+
+
+def in_turn(
+    side: Cpu, c: ModelConfig, outs: tuple[Array, Array], tokens: Array, start: Array, length: Array, cache: tuple[Array, Array],
+    weights: dict[str, Array], parameters: dict[str, Array], head: Array, table: Array | None,
+) -> None:  # fmt: skip
+    """The pass by the CPU's operations, rounded where the kernel rounds."""
+    (batch, count), (logits, norm), rows = tokens.shape, outs, tokens.size
+
+    def empty(*shape: int) -> Array:
+        return np.empty(shape, side.precision)
+
+    def normed(name: str, out: Array) -> Array:
+        own, rstd = [parameters[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in parameters], empty(rows)
+        if c.norm == "rmsnorm":
+            rmsnorm_forward(out, rstd, stream, own[0], eps=c.norm_eps)
+        else:
+            layernorm_forward(out, empty(rows), rstd, stream, own[0], own[1], eps=c.norm_eps)
+        return out
+
+    def linear(name: str, inp: Array) -> Array:
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        out = empty(rows, len(weight))
+        matmul_forward(out, inp, weight, bias)
+        return out
+
+    stream, heads = empty(rows, c.dim), c.heads + 2 * c.kv_heads
+    embedding_forward(stream, tokens, start, parameters["tok.weight"], parameters.get("pos.weight"))
+    for i in range(c.layers):
+        qkv = linear(f"blocks.{i}.qkv", normed(f"blocks.{i}.norm1", empty(rows, c.dim))).reshape(batch, count, heads, c.head_dim)
+        if table is not None:
+            rope_forward(qkv, start, table, rotated=c.heads + c.kv_heads)
+        rounded_qkv, attended = side.stored(qkv), empty(batch, count, c.heads, c.head_dim)
+        decode_attention_forward(attended, rounded_qkv if side.precision is np.float32 else qkv, cache[0][i], cache[1][i], length)
+        stream += linear(f"blocks.{i}.proj", attended.reshape(rows, c.dim))
+        up, act = linear(f"blocks.{i}.up", normed(f"blocks.{i}.norm2", empty(rows, c.dim))), side.stored(np.zeros((rows, c.ffn)))
+        side(swiglu_forward if c.mlp == "swiglu" else gelu_forward, act, up)
+        stream += linear(f"blocks.{i}.down", act)
+    final = normed("norm", empty(rows, c.dim))
+    side(np.add, final, 0, norm)
+    side(matmul_forward, logits, final, head)
+
+
+# Any of the phases: a share of inputs or keys left out, another layer's weight, a pair turned by another angle, a row written by
+# no block or read before it was; and, as every case runs twice, a race that happens to be lost.
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", STORAGES, ids=("fp32", "bf16"))
+@pytest.mark.parametrize("rows", [(1, 1), (2, 1), (1, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_against_the_operations_in_turn(name: str, rows: tuple[int, int], storage: np.dtype[Any]) -> None:
+    c = MODELS[name]
+    for held in sorted({0, 1, c.context // 3, c.context - rows[1]}):
+        assert_calibrated_op(runner(c), arrays_of(c, *rows, held), storage, exact=("old",))
+
+
+# A sum whose order depends on the other rows: a verified draft would differ from the token drawn without drafts.
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", STORAGES, ids=("fp32", "bf16"))
+@pytest.mark.parametrize("name", ["gpt2 wide", "euler odd"])
+def test_bits_of_a_row_do_not_depend_on_the_others(name: str, storage: np.dtype[Any]) -> None:
+    c, side = MODELS[name], Gpu(storage)
+    arrays = arrays_of(c, 4, 1, c.context // 2)
+    together = runner(c)(side, arrays)
+    for row in range(4):
+        cut = {key: arrays[key][:, row : row + 1] for key in ("keys", "values")} | {"tokens": arrays["tokens"][row : row + 1]}
+        alone = runner(c)(side, arrays | cut)
+        rows = {key: together[key][row : row + 1] for key in ("logits", "norm")}
+        assert_same_bits({key: alone[key] for key in rows}, rows)
+
+
+# A barrier that counts wrong after some number of launches, or whose count one model leaves to the next.
+@pytest.mark.gpu
+def test_many_launches_in_turn() -> None:
+    side, runs = Gpu(STORAGES[1]), [(runner(c), arrays_of(c, 1, 1, 5)) for c in (MODELS["gpt2"], MODELS["mixed odd"])]
+    first = [run(side, a) for run, a in runs]
+    for _ in range(20):
+        for (run, a), expected in zip(runs, first, strict=True):
+            assert_same_bits(run(side, a), expected)
+
+
+# A graph that replays another token's length, or a barrier that a replay finds in another state: text that drifts.
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2", "euler", "gpt2 odd"])
+def test_replayed_tokens_are_those_of_a_forward_pass(name: str) -> None:
+    gpu()
+    c = MODELS[name]
+    engine = Engine(c, Numerics(), micro_batch=1, device="cuda", training=False)
+    tokens = np.random.default_rng(3).integers(c.vocab_size, size=(1, c.context), dtype=np.int32)
+    twice = []
+    for _ in range(2):
+        cache, logits = engine.cache(), []
+        for t in range(c.context):
+            logits.append(engine.decode(tokens[:, t : t + 1].copy(), cache)[0].astype(np.float64))
+        twice.append(np.array(logits))
+    assert np.array_equal(twice[0], twice[1])
+    got = np.log(np.exp(twice[0]).sum(1)) - twice[0][np.arange(c.context), np.roll(tokens[0], -1)]
+    batch = Batch(tokens, np.roll(tokens, -1, 1), np.zeros_like(tokens), np.ones(tokens.shape, np.float32))
+    assert_within("nats", got[:-1], engine.score(batch)[0, :-1].astype(np.float64), 1e-4)
+
+
+# The oracle itself, where there is no GPU: the operations in turn are the engine's forward pass behind its cache.
+@pytest.mark.parametrize("name", ["gpt2 odd", "euler odd", "mixed"])
+def test_oracle_is_the_model(name: str) -> None:
+    c = MODELS[name]
+    arrays = arrays_of(c, 1, 9, 0)
+    engine = Engine(c, Numerics(), micro_batch=1, device="cpu", training=False, dtype=np.float64)
+    engine.load(named(arrays["flat"].astype(np.float32), parameter_table(c)))
+    expected = engine.decode_heads(arrays["tokens"], engine.cache(), 9)[:, 0]
+    got = runner(c)(Cpu(np.float64, FLOAT), arrays)["logits"][:, : c.vocab_size]
+    assert_within("logits", got, expected, 1e-6 * float(np.abs(expected).max()))
