@@ -4,7 +4,8 @@ A block is two Euler steps of the residual stream x, one by attention and one by
 
     x <- x + attention(norm(x))        x <- x + mlp(norm(x))
 
-The addition and the norm that follows it are one operation. Rows are positions: rows = B * T.
+The addition, also of the bias of the linear layer that made the branch, and the norm that follows it are one operation. Rows
+are positions: rows = B * T.
 """
 
 from collections.abc import Mapping
@@ -40,7 +41,8 @@ class Transformer:
         config, numerics: what to compute.
         ops: the device's operations (kernels.cpu.CpuOps or kernels.cuda.CudaOps).
         weights: by parameter name, in the precision that products take.
-        parameters: the same as they are trained, for the embedding and the norms, which make the stream what it is.
+        parameters: the same as they are trained, for the embedding and the norms, which make the stream what it is: also the
+            biases that norms add.
         grads: by name; empty where only forward passes are made.
         arena: holds the buffers of kernels.memory.activation_plan.
     """
@@ -69,10 +71,11 @@ class Transformer:
         c, ops, (batch, length) = self.config, self.ops, tokens.shape
         rows, heads = batch * length, c.heads + 2 * c.kv_heads
         residual, branch = self._rows("residual1", rows, c.dim), self._rows("branch", rows, c.dim)
+        linear = None  # which made the branch, and whose bias the next norm adds
         ops.embedding_forward(residual, tokens, start, self.parameters["tok.weight"], self.parameters.get("pos.weight"))
         for i in range(c.layers):
             block = f"blocks.{i}."
-            norm1 = self._norm_forward(f"{block}norm1", i, residual, branch if i else None)
+            norm1 = self._norm_forward(f"{block}norm1", i, residual, branch, linear)
             residual = self._rows("residual1", rows, c.dim, i)
             qkv = self._rows("qkv", rows, heads * c.head_dim, i)
             self._linear_forward(f"{block}qkv", qkv, norm1)
@@ -85,8 +88,8 @@ class Transformer:
                 ops.attention_forward(out, self.arena.view("lse", (batch, c.heads, length), i), qkv, start)
             else:
                 ops.decode_attention_forward(out, qkv, cache.keys[i], cache.values[i], cached)
-            self._linear_forward(f"{block}proj", branch, attended)
-            norm2 = self._norm_forward(f"{block}norm2", i, residual, branch)
+            ops.matmul_forward(branch, attended, self.weights[f"{block}proj.weight"])
+            norm2 = self._norm_forward(f"{block}norm2", i, residual, branch, f"{block}proj")
             residual = self._rows("residual2", rows, c.dim, i)
             up, act = self._up(rows, i), self._rows("act", rows, c.ffn, i)
             if c.mlp == "swiglu":
@@ -94,8 +97,9 @@ class Transformer:
                 ops.swiglu_forward(act, up)
             else:
                 ops.matmul_gelu_forward(act, up, norm2, *self._linear(f"{block}up"))
-            self._linear_forward(f"{block}down", branch, act)
-        return self._norm_forward("norm", 0, residual, branch)
+            linear = f"{block}down"
+            ops.matmul_forward(branch, act, self.weights[f"{linear}.weight"])
+        return self._norm_forward("norm", 0, residual, branch, linear)
 
     def step(self, norm: Array, tokens: Array, start: Array, cache: Cache, cached: Array) -> Array:
         """forward, and head_logits(0), of few new tokens (B, n) behind a cache: for fused_rows rows at most.
@@ -115,14 +119,14 @@ class Transformer:
         rows, heads = batch * length, c.heads + 2 * c.kv_heads
         dresidual, dattended = self._rows("dresidual", rows, c.dim), self._rows("dattended", rows, c.dim)
         dqkv, dup = self._rows("dqkv", rows, heads * c.head_dim), self._up(rows, 0, "dup")
-        self._norm_backward("norm", 0, dresidual, None, dnorm)
+        self._norm_backward("norm", 0, dresidual, None, dnorm, f"blocks.{c.layers - 1}.down")
         for i in reversed(range(c.layers)):
             block = f"blocks.{i}."
             self._down_backward(f"{block}down", dup, dresidual, self._up(rows, i), self._rows("act", rows, c.ffn, i))
             self._linear_backward(f"{block}up", dnorm, dup, self._rows("norm2", rows, c.dim, i))
-            self._norm_backward(f"{block}norm2", i, dresidual, dresidual, dnorm)
+            self._norm_backward(f"{block}norm2", i, dresidual, dresidual, dnorm, f"{block}proj")
             attended = self._rows("attended", rows, c.dim, i)
-            self._linear_backward(f"{block}proj", dattended, dresidual, attended)
+            self._product_backward(f"{block}proj", dattended, dresidual, attended)
             shape = (batch, length, c.heads, c.head_dim)
             qkv_shape = (batch, length, heads, c.head_dim)
             ops.attention_backward(
@@ -136,7 +140,7 @@ class Transformer:
             if self.rope is not None:
                 ops.rope_backward(dqkv.reshape(qkv_shape), start, self.rope, rotated=c.heads + c.kv_heads)
             self._linear_backward(f"{block}qkv", dnorm, dqkv, self._rows("norm1", rows, c.dim, i))
-            self._norm_backward(f"{block}norm1", i, dresidual, dresidual, dnorm)
+            self._norm_backward(f"{block}norm1", i, dresidual, dresidual, dnorm, f"blocks.{i - 1}.down" if i else None)
         ops.embedding_backward(self.grads["tok.weight"], self.grads.get("pos.weight"), dresidual, tokens, start)
 
     def head_logits(self, k: int, norm: Array) -> Array:
@@ -171,26 +175,26 @@ class Transformer:
         self.ops.matmul_forward(out, inp, *self._linear(name))
 
     def _linear_backward(self, name: str, dinp: Array, dout: Array, inp: Array) -> None:
-        weight = f"{name}.weight"
-        self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, self.weights[weight])
-        self._bias_backward(name, dout)
-
-    def _bias_backward(self, name: str, dout: Array) -> None:
+        self._product_backward(name, dinp, dout, inp)
         if self.config.bias:
             self.ops.bias_backward(self.grads[f"{name}.bias"], dout)
 
+    def _product_backward(self, name: str, dinp: Array, dout: Array, inp: Array) -> None:
+        """_linear_backward where the next norm adds the bias."""
+        weight = f"{name}.weight"
+        self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, self.weights[weight])
+
     def _down_backward(self, name: str, dup: Array, dout: Array, up: Array, act: Array) -> None:
-        """_linear_backward on through the activation; with recompute act is made anew."""
+        """_product_backward on through the activation; with recompute act is made anew."""
         swiglu, ops, weight = self.config.mlp == "swiglu", self.ops, f"{name}.weight"
         if self.numerics.recompute == "mlp":
             (ops.swiglu_forward if swiglu else ops.gelu_forward)(act, up)
         if swiglu:
             dact = self._rows("dact", *act.shape)
-            self._linear_backward(name, dact, dout, act)
+            self._product_backward(name, dact, dout, act)
             ops.swiglu_backward(dup, dact, up)
             return
         ops.matmul_gelu_backward(dup, self.grads[weight], dout, act, up, self.weights[weight])
-        self._bias_backward(name, dout)
 
     def _norm_buffers(self, name: str, layer: int, rows: int) -> tuple[Array, Array, list[Array]]:
         """The stream that a norm read, its output, and its saved statistics."""
@@ -204,26 +208,25 @@ class Transformer:
         kinds = ("weight",) if self.config.norm == "rmsnorm" else ("weight", "bias")
         return [tensors[f"{name}.{kind}"] for kind in kinds]
 
-    def _norm_forward(self, name: str, layer: int, residual: Array, branch: Array | None) -> Array:
-        """norm(residual), or norm(residual + branch) with the sum kept as the stream."""
+    def _norm_forward(self, name: str, layer: int, residual: Array, branch: Array, linear: str | None) -> Array:
+        """norm(residual), or norm(residual + branch + the bias of `linear`, which made it), the sum kept as the stream."""
         c, parameters = self.config, self._norm_parameters(self.parameters, name)
         stream, out, saved = self._norm_buffers(name, layer, residual.shape[0])
-        if branch is None:
+        if linear is None:
             forward = self.ops.rmsnorm_forward if c.norm == "rmsnorm" else self.ops.layernorm_forward
             forward(out, *saved, residual, *parameters, eps=c.norm_eps)
         else:
             fused = self.ops.residual_rmsnorm_forward if c.norm == "rmsnorm" else self.ops.residual_layernorm_forward
-            fused(stream, out, *saved, residual, branch, *parameters, eps=c.norm_eps)
+            bias = self.parameters.get(f"{linear}.bias")
+            fused(stream, out, *saved, residual, branch, bias, *parameters, eps=c.norm_eps)
         return out
 
-    def _norm_backward(self, name: str, layer: int, dinp: Array, dresidual: Array | None, dout: Array) -> None:
-        """Gradient at the stream that the norm read, with what arrives along the stream added."""
+    def _norm_backward(
+        self, name: str, layer: int, dinp: Array, dresidual: Array | None, dout: Array, linear: str | None
+    ) -> None:
+        """Gradient at the stream that the norm read, with what arrives along it added, and of the bias that was added to it."""
         rmsnorm, weight = self.config.norm == "rmsnorm", self.parameters[f"{name}.weight"]
         stream, _, saved = self._norm_buffers(name, layer, dout.shape[0])
-        grads = self._norm_parameters(self.grads, name)
-        if dresidual is None:
-            backward = self.ops.rmsnorm_backward if rmsnorm else self.ops.layernorm_backward
-            backward(dinp, *grads, dout, stream, weight, *saved)
-        else:
-            fused = self.ops.residual_rmsnorm_backward if rmsnorm else self.ops.residual_layernorm_backward
-            fused(dinp, *grads, dresidual, dout, stream, weight, *saved)
+        grads, dbias = self._norm_parameters(self.grads, name), None if linear is None else self.grads.get(f"{linear}.bias")
+        backward = self.ops.residual_rmsnorm_backward if rmsnorm else self.ops.residual_layernorm_backward
+        backward(dinp, *grads, dbias, dresidual, dout, stream, weight, *saved)

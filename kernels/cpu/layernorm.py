@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from kernels.cpu.bias import GROUPS, bias_backward, bias_forward
 from kernels.cpu.jit import pjit
-from kernels.cpu.rmsnorm import GROUPS
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
@@ -110,6 +110,7 @@ def residual_layernorm_forward(
     rstd: Array,
     residual: Array,
     branch: Array,
+    branch_bias: Array | None,
     weight: Array,
     bias: Array,
     *,
@@ -117,7 +118,7 @@ def residual_layernorm_forward(
 ) -> None:
     """Add a block's branch to the residual stream (one Euler step) and normalise the sum for the next branch.
 
-        residual_out = residual + branch
+        residual_out = residual + branch (+ branch_bias)
         out          = layernorm(residual_out)
 
     Args:
@@ -125,7 +126,11 @@ def residual_layernorm_forward(
         out, mean, rstd: as layernorm_forward's.
         residual:        (rows, C), the stream before the step.
         branch:          (rows, C), what attention or the MLP made.
+        branch_bias:     (C,), the bias of its last linear layer, or None.
     """
+    if branch_bias is not None:
+        bias_forward(residual_out, branch, branch_bias)
+        branch = residual_out
     _forward(residual_out, out, mean, rstd, residual, branch, weight, bias, branch.dtype.type(eps), True)
 
 
@@ -133,7 +138,8 @@ def residual_layernorm_backward(
     dinp: Array,
     dweight: Array,
     dbias: Array,
-    dresidual_out: Array,
+    dbranch_bias: Array | None,
+    dresidual_out: Array | None,
     dout: Array,
     residual_out: Array,
     weight: Array,
@@ -142,12 +148,19 @@ def residual_layernorm_backward(
 ) -> None:
     """Gradient of residual_layernorm: the same for the stream and for the branch, since both were added.
 
-        dinp = dresidual_out + (layernorm's dinp at residual_out)
+        dinp          = dresidual_out + (layernorm's dinp at residual_out)
+        dbranch_bias += sum over rows of dinp
 
     Args:
         dinp:           (rows, C), overwritten; may alias dresidual_out.
         dweight, dbias: (C,), accumulated.
-        dresidual_out:  (rows, C), the gradient that arrives along the stream.
+        dbranch_bias:   (C,), accumulated, or None.
+        dresidual_out:  (rows, C), the gradient that arrives along the stream, or None where nothing does.
         dout:           (rows, C), the gradient of the normalised output.
     """
-    _backward(dinp, dweight, dbias, dresidual_out, dout, residual_out, weight, mean, rstd, True)
+    if dresidual_out is None:
+        layernorm_backward(dinp, dweight, dbias, dout, residual_out, weight, mean, rstd)
+    else:
+        _backward(dinp, dweight, dbias, dresidual_out, dout, residual_out, weight, mean, rstd, True)
+    if dbranch_bias is not None:
+        bias_backward(dbranch_bias, dinp)

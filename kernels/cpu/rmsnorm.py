@@ -5,12 +5,10 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from kernels.cpu.bias import GROUPS, bias_backward, bias_forward
 from kernels.cpu.jit import pjit
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
-
-# Rows are summed in this many fixed groups, so that the order of a sum does not depend on the number of threads.
-GROUPS = 16
 
 
 def rmsnorm_forward(out: Array, rstd: Array, inp: Array, weight: Array, *, eps: float) -> None:
@@ -85,11 +83,19 @@ def _backward(dinp, dweight, dresidual, dout, inp, weight, rstd, add):  # type: 
 
 
 def residual_rmsnorm_forward(
-    residual_out: Array, out: Array, rstd: Array, residual: Array, branch: Array, weight: Array, *, eps: float
+    residual_out: Array,
+    out: Array,
+    rstd: Array,
+    residual: Array,
+    branch: Array,
+    branch_bias: Array | None,
+    weight: Array,
+    *,
+    eps: float,
 ) -> None:
     """Add a block's branch to the residual stream (one Euler step) and normalise the sum for the next branch.
 
-        residual_out = residual + branch
+        residual_out = residual + branch (+ branch_bias)
         out          = rmsnorm(residual_out)
 
     Args:
@@ -97,7 +103,11 @@ def residual_rmsnorm_forward(
         out, rstd:    as rmsnorm_forward's.
         residual:     (rows, C), the stream before the step.
         branch:       (rows, C), what attention or the MLP made.
+        branch_bias:  (C,), the bias of its last linear layer, or None.
     """
+    if branch_bias is not None:
+        bias_forward(residual_out, branch, branch_bias)
+        branch = residual_out
     _residual_forward(residual_out, out, rstd, residual, branch, weight, branch.dtype.type(eps))
 
 
@@ -118,16 +128,30 @@ def _residual_forward(residual_out, out, rstd, residual, branch, weight, eps):  
 
 
 def residual_rmsnorm_backward(
-    dinp: Array, dweight: Array, dresidual_out: Array, dout: Array, residual_out: Array, weight: Array, rstd: Array
+    dinp: Array,
+    dweight: Array,
+    dbranch_bias: Array | None,
+    dresidual_out: Array | None,
+    dout: Array,
+    residual_out: Array,
+    weight: Array,
+    rstd: Array,
 ) -> None:
     """Gradient of residual_rmsnorm: the same for the stream and for the branch, since both were added.
 
-        dinp = dresidual_out + (rmsnorm's dinp at residual_out)
+        dinp          = dresidual_out + (rmsnorm's dinp at residual_out)
+        dbranch_bias += sum over rows of dinp
 
     Args:
         dinp:          (rows, C), overwritten; may alias dresidual_out.
         dweight:       (C,), accumulated.
-        dresidual_out: (rows, C), the gradient that arrives along the stream.
+        dbranch_bias:  (C,), accumulated, or None.
+        dresidual_out: (rows, C), the gradient that arrives along the stream, or None where nothing does.
         dout:          (rows, C), the gradient of the normalised output.
     """
-    _backward(dinp, dweight, dresidual_out, dout, residual_out, weight, rstd, True)
+    if dresidual_out is None:
+        rmsnorm_backward(dinp, dweight, dout, residual_out, weight, rstd)
+    else:
+        _backward(dinp, dweight, dresidual_out, dout, residual_out, weight, rstd, True)
+    if dbranch_bias is not None:
+        bias_backward(dbranch_bias, dinp)

@@ -114,7 +114,7 @@ class CudaOps(Device):
             cublaslt.WORKSPACE_BYTES,
             attention_workspace_bytes(self, self.storage, -(-rows // c.context), c.context, c.heads, c.head_dim),
             4 * rows * c.heads * (2 + c.head_dim),  # the shares of cached attention, where all rows are new
-            2 * 4 * c.dim * 8 * self.processors,  # partial sums of a norm's two gradients
+            3 * 4 * c.dim * 8 * self.processors,  # partial sums of a norm's two gradients and of a bias before it
             4 * (widest + 256) * 2 * self.processors,  # and of a bias's
             4 * (chunks * c.padded_vocab + 3) + 16 * c.padded_vocab + 4 * rows,  # the embedding's lists of rows
             4 * (chunks * c.context + 3) + 16 * c.context + 4 * rows,

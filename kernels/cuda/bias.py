@@ -33,8 +33,8 @@ def bias_backward(device: Device, dbias: Array, dout: Array) -> None:
     size = vector_size(columns, dout)
     across = -(-columns // (32 * size))
     down = min(-(-rows // _LEAST_ROWS), max(1, _BLOCKS_A_PROCESSOR * device.processors // across))
-    (partial,) = device.workspace(((down, columns), FLOAT))
+    (partial,) = device.workspace(((1, down, columns), FLOAT))
     device.launch(
         _BACKWARD, (dout.dtype, size), (across, down), (32, _WARPS), partial=partial, dout=dout, rows=rows, columns=columns
     )
-    add_rows(device, dbias, partial)
+    add_rows(device, partial, dbias)

@@ -7,12 +7,10 @@ _ADD_ROWS = Kernel("columns.cu", "add_rows", ((),))
 _COLUMNS = 32  # of a block
 
 
-def add_rows(
-    device: Device, out: Array, partial: Array, other_out: Array | None = None, other_partial: Array | None = None
-) -> None:
-    """out (columns,) += sum over rows of partial (rows, columns), both fp32; and a second pair of the same shapes."""
-    rows, columns = partial.shape
+def add_rows(device: Device, partial: Array, out: Array, second: Array | None = None, third: Array | None = None) -> None:
+    """out (columns,) += sum over rows of partial[0], of partial (outs, rows, columns), and so on for further ones; all fp32."""
+    outs, rows, columns = partial.shape
     device.launch(
-        _ADD_ROWS, (), (-(-columns // _COLUMNS), 1 if other_out is None else 2), (_COLUMNS, 32),
-        out=out, partial=partial, other_out=other_out, other_partial=other_partial, rows=rows, columns=columns,
+        _ADD_ROWS, (), (-(-columns // _COLUMNS), outs), (_COLUMNS, 32),
+        out=out, second=second, third=third, partial=partial, rows=rows, columns=columns,
     )  # fmt: skip

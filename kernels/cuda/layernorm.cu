@@ -1,6 +1,6 @@
 // LayerNorm, alone and with the residual addition in front of it (one Euler step of the stream).
 //
-//     x = residual, the stream, or residual + branch, the stream from then on
+//     x = residual, the stream, or residual + branch (+ branch_bias), the stream from then on
 //     mean = mean(x)                                    rstd = 1 / sqrt(mean((x - mean)^2) + eps)
 //     out  = (x - mean) * rstd * weight + bias
 //
@@ -8,13 +8,14 @@
 //
 //     dinp     = rstd * (g - mean(g) - xhat * mean(g * xhat)) (+ dresidual, what arrives along the stream)
 //     dweight += sum over rows of dout * xhat           dbias += sum over rows of dout
+//     dbranch_bias += sum over rows of dinp, before it is rounded
 //
-// Layout: out, branch and the gradients of activations (rows, dim) of T; the stream (rows, dim), weight, bias and their gradients
-// (dim,), mean and rstd (rows,) fp32.
+// Layout: out, branch and the gradients of activations (rows, dim) of T; the stream (rows, dim), weight, bias, branch_bias and
+// their gradients (dim,), mean and rstd (rows,) fp32.
 // Work: a warp, or for a long row a block, owns a row, and goes on to further rows, gridDim.x * blockDim.y away, which are on their
 //       way to shared memory meanwhile (rows.cuh), so that each is read from memory once. Backward, each holds its shares of
-//       dweight and dbias in registers; a block's shares go to its rows of `partial_weight` and `partial_bias`, and columns.cu
-//       adds those rows up.
+//       dweight, dbias and dbranch_bias in registers; a block's shares go to its rows of `partial`, and columns.cu adds those
+//       rows up.
 // Saved: mean and rstd, and the sum where there is one. Precision: fp32 arithmetic, the variance from the differences to the mean,
 // one rounding to T at each store.
 // Determinism: every sum has a fixed order; no atomics.
@@ -22,15 +23,16 @@
 
 #include "rows.cuh"
 
-// branch and residual_out are null where there is no residual.
+// branch and residual_out are null where there is no residual, branch_bias where it has none.
 template <typename T, int SIZE, int VECTORS>
 __global__ void __launch_bounds__(512)
     layernorm_forward(float* residual_out, T* out, float* mean, float* rstd, const float* residual, const T* branch,
-                      const float* weight, const float* bias, int rows, int dim, int stages, float eps) {
+                      const float* branch_bias, const float* weight, const float* bias, int rows, int dim, int stages,
+                      float eps) {
     extern __shared__ float4 shared[];  // the queue's
     for (RowQueue<T, SIZE, VECTORS, 1> queue(shared, residual, {branch}, rows, dim, stages); queue.row < rows; queue.next()) {
         queue.wait();
-        const Row<float, SIZE, VECTORS> x = next_stream(queue, residual_out);
+        const Row<float, SIZE, VECTORS> x = next_stream(queue, residual_out, branch_bias);
         Row<float, SIZE, VECTORS> w, b;
         w.load(weight, dim);  // from the first-level cache, for want of registers
         b.load(bias, dim);
@@ -58,14 +60,14 @@ __global__ void __launch_bounds__(512)
 }
 
 // dresidual is null where nothing arrives along the stream; dinp may be dresidual or dout: of a row, all is in shared memory
-// before any is written. Beyond the row dout is zero, so that no sum needs a condition.
-template <typename T, int SIZE, int VECTORS>
+// before any is written. Beyond the row dout is zero, so that no sum over the row needs a condition. partial (2, or with
+// BRANCH_BIAS 3, gridDim.x, dim): of dweight, dbias and dbranch_bias.
+template <typename T, int SIZE, int VECTORS, bool BRANCH_BIAS>
 __global__ void __launch_bounds__(512)
-    layernorm_backward(T* dinp, float* partial_weight, float* partial_bias, const T* dresidual, const T* dout,
-                       const float* inp, const float* weight, const float* mean, const float* rstd, int rows, int dim,
-                       int stages) {
+    layernorm_backward(T* dinp, float* partial, const T* dresidual, const T* dout, const float* inp, const float* weight,
+                       const float* mean, const float* rstd, int rows, int dim, int stages) {
     extern __shared__ float4 shared[];  // the queue's; where warps own rows, then (blockDim.y, dim) floats, which is less
-    float dweight[VECTORS][SIZE] = {}, dbias[VECTORS][SIZE] = {};
+    float dweight[VECTORS][SIZE] = {}, dbias[VECTORS][SIZE] = {}, dbranch_bias[VECTORS][SIZE] = {};
     RowQueue<T, SIZE, VECTORS, 2> queue(shared, inp, {dout, dresidual}, rows, dim, stages);
     float next_center = 0.0f, next_scale = 0.0f;
     if (queue.row < rows) next_center = mean[queue.row], next_scale = rstd[queue.row];
@@ -93,16 +95,21 @@ __global__ void __launch_bounds__(512)
         const float shift = scale * (sums.x / dim), slope = scale * scale * (sums.y / dim);
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            separate_loads();
+            separate_loads<BRANCH_BIAS>();
             const auto x = queue.stream(v), w = load_vector<SIZE>(weight, v, dim);
             auto d = queue.get(0, v);
             const auto dstream = queue.get(1, v);
-            d.set([&](int j) { return (dstream(j) - shift) - (x(j) - center) * slope + d(j) * w(j) * scale; });
+            d.set([&](int j) {
+                const float dx = (dstream(j) - shift) - (x(j) - center) * slope + d(j) * w(j) * scale;
+                if constexpr (BRANCH_BIAS) dbranch_bias[v][j] += dx;
+                return dx;
+            });
             const int column = row_column<SIZE>(v);
             if (column < dim) d.store(dinp + (long long)queue.row * dim + column);
         }
     }
     float* const of_warp = reinterpret_cast<float*>(shared);
-    store_column_sums<SIZE, VECTORS>(partial_weight, of_warp, dweight, dim);
-    store_column_sums<SIZE, VECTORS>(partial_bias, of_warp, dbias, dim);
+    store_column_sums<SIZE, VECTORS>(partial, 0, of_warp, dweight, dim);
+    store_column_sums<SIZE, VECTORS>(partial, 1, of_warp, dbias, dim);
+    if constexpr (BRANCH_BIAS) store_column_sums<SIZE, VECTORS>(partial, 2, of_warp, dbranch_bias, dim);
 }

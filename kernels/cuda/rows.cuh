@@ -49,8 +49,12 @@ struct Row {
 };
 
 // Loads stay on their side of it: what is read again is loaded again, and a vector not before the one before is done with, as there
-// are no registers to hold them.
-inline void separate_loads() { asm volatile("" ::: "memory"); }
+// are no registers to hold them. The assembler, which knows nothing of it, keeps to it where it is STRICT, a barrier of the warp.
+template <bool STRICT = false>
+void separate_loads() {
+    if constexpr (STRICT) __syncwarp();
+    else asm volatile("" ::: "memory");
+}
 
 // Start to copy a thread's vectors of a row to the same places of a row in shared memory.
 template <int SIZE, int VECTORS, typename T>
@@ -131,17 +135,20 @@ struct RowQueue {
     }
 };
 
-// The stream's row of a queue with array 0's added, which is then stored as the stream's next; as it is where there is no array 0.
+// The stream's row of a queue with array 0's and `bias` added, which is then stored as the stream's next; as it is where there is
+// no array 0. bias (dim,), from the first-level cache, or null.
 template <typename T, int SIZE, int VECTORS>
-Row<float, SIZE, VECTORS> next_stream(const RowQueue<T, SIZE, VECTORS, 1>& queue, float* residual_out) {
+Row<float, SIZE, VECTORS> next_stream(const RowQueue<T, SIZE, VECTORS, 1>& queue, float* residual_out, const float* bias) {
     Row<float, SIZE, VECTORS> x;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) x.part[v] = queue.stream(v);
     if (!queue.from[0]) return x;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
+        separate_loads();
         const auto step = queue.get(0, v);
-        x.part[v].set([&](int j) { return x(v, j) + step(j); });
+        const auto shift = load_vector<SIZE>(bias, v, bias ? queue.dim : 0);
+        x.part[v].set([&](int j) { return x(v, j) + (step(j) + shift(j)); });
     }
     x.store(residual_out + (long long)queue.row * queue.dim, queue.dim);
     return x;
@@ -166,12 +173,12 @@ inline float2 row_sums(float a, float b) {
     return make_float2(a, b);
 }
 
-// A thread's sums for its columns over the rows that it saw, (VECTORS, SIZE), to the block's row of `partial` (gridDim.x, dim).
-// Where warps own rows, `of_warp`, shared memory of (blockDim.y, dim) floats, holds what is added up in their order; it may be a
-// RowQueue's that has come to its end.
+// A thread's sums for its columns over the rows that it saw, (VECTORS, SIZE), to the block's row of an array of `partial`, each of
+// which is (gridDim.x, dim). Where warps own rows, `of_warp`, shared memory of (blockDim.y, dim) floats, holds what is added up in
+// their order; it may be a RowQueue's that has come to its end.
 template <int SIZE, int VECTORS>
-void store_column_sums(float* partial, float* of_warp, const float (&sums)[VECTORS][SIZE], int dim) {
-    float* const row = partial + (long long)blockIdx.x * dim;
+void store_column_sums(float* partial, int array, float* of_warp, const float (&sums)[VECTORS][SIZE], int dim) {
+    float* const row = partial + (long long)(array * gridDim.x + blockIdx.x) * dim;
     float* const mine = blockDim.y == 1 ? row : of_warp + threadIdx.y * dim;
     __syncthreads();  // separates these writes from the reads of an earlier call and of a queue
 #pragma unroll

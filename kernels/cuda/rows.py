@@ -32,6 +32,11 @@ def row_templates(choice: Choice) -> tuple[Template, ...]:
     return tuple(templates)
 
 
+def with_branch_bias(templates: tuple[Template, ...]) -> tuple[Template, ...]:
+    """Each template twice: without the sums of a branch's bias, and with them."""
+    return tuple((*template, given) for template in templates for given in (False, True))
+
+
 def row_launch(choice: Choice, inp: Array, *arrays: Array | None) -> tuple[Template, tuple[int, int]]:
     """Template and block (threads a row, rows a block) for rows as long as inp's; `arrays`, what else is read by vectors.
 

@@ -42,10 +42,11 @@ storages = pytest.mark.parametrize("storage", STORAGES, ids=("fp32", "bf16"))
 
 
 def row_inputs(rows: int, width: int) -> Arrays:
-    """Random arrays of the operations over rows; what is accumulated begins with dweight and dbias."""
+    """Random arrays of the operations over rows; what is accumulated begins with dweight, dbias and dbranch_bias."""
     rng = np.random.default_rng([rows, width])
     arrays = {name: normal(rng, rows, width) for name in ("inp", "dout", "residual", "dresidual")}
-    return {**arrays, **{name: normal(rng, width) for name in ("weight", "bias", "dweight", "dbias")}}
+    vectors = ("weight", "bias", "dweight", "dbias", "branch_bias", "dbranch_bias")
+    return {**arrays, **{name: normal(rng, width) for name in vectors}}
 
 
 def stored(side: Side, a: Arrays, *names: str) -> list[Array]:
@@ -69,15 +70,22 @@ def rmsnorm(side: Side, a: Arrays) -> Arrays:
 
 
 def residual_rmsnorm(side: Side, a: Arrays) -> Arrays:
-    residual, weight = single(side, a, "residual", "weight")
+    """Also without a bias of the branch, and where nothing arrives along the stream."""
+    residual, branch_bias, weight = single(side, a, "residual", "branch_bias", "weight")
     inp, dout, dresidual = stored(side, a, "inp", "dout", "dresidual")
-    out, dinp = (side.stored(unwritten(a["inp"])) for _ in range(2))
-    total = side.single(unwritten(a["inp"]))
-    rstd, dweight = side.single(unwritten(a["inp"], len(a["inp"]))), side.single(a["dweight"])
-    side(residual_rmsnorm_forward, total, out, rstd, residual, inp, weight, eps=EPS)
-    side(residual_rmsnorm_backward, dinp, dweight, dresidual, dout, total, weight, rstd)
-    side(residual_rmsnorm_backward, dresidual, side.single(a["dweight"]), dresidual, dout, total, weight, rstd)
-    return {"total": total, "out": out, "rstd": rstd, "dinp": dinp, "aliased": dresidual, "dweight": dweight}
+    out, bare, dinp, last = (side.stored(unwritten(a["inp"])) for _ in range(4))
+    total, bare_total = (side.single(unwritten(a["inp"])) for _ in range(2))
+    rstd, bare_rstd = (side.single(unwritten(a["inp"], len(a["inp"]))) for _ in range(2))
+    sums, last_sums = ([side.single(a[name]) for name in ("dweight", "dbranch_bias")] for _ in range(2))
+    side(residual_rmsnorm_forward, bare_total, bare, bare_rstd, residual, inp, None, weight, eps=EPS)
+    side(residual_rmsnorm_forward, total, out, rstd, residual, inp, branch_bias, weight, eps=EPS)
+    side(residual_rmsnorm_backward, dinp, *sums, dresidual, dout, total, weight, rstd)
+    side(residual_rmsnorm_backward, last, *last_sums, None, dout, total, weight, rstd)
+    side(residual_rmsnorm_backward, dresidual, side.single(a["dweight"]), None, dresidual, dout, total, weight, rstd)
+    return {
+        "bare_total": bare_total, "bare": bare, "total": total, "out": out, "rstd": rstd, "dinp": dinp, "aliased": dresidual,
+        "dweight": sums[0], "dbranch_bias": sums[1], "last": last, "last_dbranch_bias": last_sums[1],
+    }  # fmt: skip
 
 
 def layernorm(side: Side, a: Arrays) -> Arrays:
@@ -94,18 +102,23 @@ def layernorm(side: Side, a: Arrays) -> Arrays:
 
 
 def residual_layernorm(side: Side, a: Arrays) -> Arrays:
-    residual, weight, bias = single(side, a, "residual", "weight", "bias")
+    """Also without a bias of the branch, and where nothing arrives along the stream."""
+    residual, branch_bias, weight, bias = single(side, a, "residual", "branch_bias", "weight", "bias")
     inp, dout, dresidual = stored(side, a, "inp", "dout", "dresidual")
-    out, dinp = (side.stored(unwritten(a["inp"])) for _ in range(2))
-    total = side.single(unwritten(a["inp"]))
-    mean, rstd = (side.single(unwritten(a["inp"], len(a["inp"]))) for _ in range(2))
-    sums, again = ([side.single(a[name]) for name in ("dweight", "dbias")] for _ in range(2))
-    side(residual_layernorm_forward, total, out, mean, rstd, residual, inp, weight, bias, eps=EPS)
-    side(residual_layernorm_backward, dinp, *sums, dresidual, dout, total, weight, mean, rstd)
-    side(residual_layernorm_backward, dresidual, *again, dresidual, dout, total, weight, mean, rstd)
+    out, bare, dinp, last = (side.stored(unwritten(a["inp"])) for _ in range(4))
+    total, bare_total = (side.single(unwritten(a["inp"])) for _ in range(2))
+    saved, bare_saved = ([side.single(unwritten(a["inp"], len(a["inp"]))) for _ in range(2)] for _ in range(2))
+    sums, last_sums = ([side.single(a[name]) for name in ("dweight", "dbias", "dbranch_bias")] for _ in range(2))
+    again = [side.single(a[name]) for name in ("dweight", "dbias")]
+    side(residual_layernorm_forward, bare_total, bare, *bare_saved, residual, inp, None, weight, bias, eps=EPS)
+    side(residual_layernorm_forward, total, out, *saved, residual, inp, branch_bias, weight, bias, eps=EPS)
+    side(residual_layernorm_backward, dinp, *sums, dresidual, dout, total, weight, *saved)
+    side(residual_layernorm_backward, last, *last_sums, None, dout, total, weight, *saved)
+    side(residual_layernorm_backward, dresidual, *again, None, dresidual, dout, total, weight, *saved)
     return {
-        "total": total, "out": out, "mean": mean, "rstd": rstd, "dinp": dinp, "aliased": dresidual, "dweight": sums[0],
-        "dbias": sums[1],
+        "bare_total": bare_total, "bare": bare, "total": total, "out": out, "mean": saved[0], "rstd": saved[1], "dinp": dinp,
+        "aliased": dresidual, "dweight": sums[0], "dbias": sums[1], "dbranch_bias": sums[2], "last": last,
+        "last_dbranch_bias": last_sums[2],
     }  # fmt: skip
 
 
@@ -135,17 +148,20 @@ def swiglu(side: Side, a: Arrays) -> Arrays:
     return {"out": out, "dinp": dinp}
 
 
+# Beside the above: a branch's bias left out of the sum, or added where there is none; its gradient summed from rounded values.
 @storages
 @pytest.mark.parametrize("shape", (*ROWS, *WIDE))
 @pytest.mark.parametrize("run", [rmsnorm, residual_rmsnorm, layernorm, residual_layernorm])
 def test_norm(run: Run, shape: tuple[int, int], storage: np.dtype[np.generic]) -> None:
     a = row_inputs(*shape)
-    total = a["inp"] + (a["residual"] if "residual" in run.__name__ else 0)
+    total = a["inp"] + (a["residual"] + a["branch_bias"] if "residual" in run.__name__ else 0)
     square = total.var(axis=1) if "layer" in run.__name__ else (total**2).mean(axis=1)
-    # The terms of dinp are of the size of rstd * g and may cancel, as those of the mean.
+    # The terms of dinp are of the size of rstd * g and may cancel, as those of the mean and of a sum of dinp.
     size = float(np.abs(a["dout"]).max() * np.abs(a["weight"]).max() / np.sqrt(square + EPS).min())
-    scale = {"dinp": size, "aliased": size, "mean": float(np.abs(total).max())}
-    assert_calibrated_op(run, a, storage, sums=("dweight", "dbias"), single=("mean", "rstd", "total"), scale=scale)
+    scale = {name: size for name in ("dinp", "aliased", "last", "dbranch_bias", "last_dbranch_bias")}
+    scale["mean"] = float(np.abs(total).max())
+    sums = ("dweight", "dbias", "dbranch_bias", "last_dbranch_bias")
+    assert_calibrated_op(run, a, storage, sums=sums, single=("mean", "rstd", "total", "bare_total"), scale=scale)
 
 
 @storages

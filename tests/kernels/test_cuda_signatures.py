@@ -139,14 +139,15 @@ def row_calls(m: Maker, s: Sizes) -> Calls:
     rows, dim, t, f = s.batch * s.length, s.dim, m.stored, m.single
     x, stream, statistic, vector = (lambda: t(rows, dim)), (lambda: f(rows, dim)), (lambda: f(rows)), (lambda: f(dim))
     yield "rmsnorm_forward", (x(), statistic(), stream(), vector()), {"eps": 1e-5}
-    yield "residual_rmsnorm_forward", (stream(), x(), statistic(), stream(), x(), vector()), {"eps": 1e-5}
     yield "rmsnorm_backward", (x(), vector(), x(), stream(), vector(), statistic()), {}
-    yield "residual_rmsnorm_backward", (x(), vector(), x(), x(), stream(), vector(), statistic()), {}
     two, parameters = (statistic(), statistic()), (vector(), vector())
     yield "layernorm_forward", (x(), *two, stream(), *parameters), {"eps": 1e-5}
-    yield "residual_layernorm_forward", (stream(), x(), *two, stream(), x(), *parameters), {"eps": 1e-5}
     yield "layernorm_backward", (x(), *parameters, x(), stream(), vector(), *two), {}
-    yield "residual_layernorm_backward", (x(), *parameters, x(), x(), stream(), vector(), *two), {}
+    for branch_bias, dresidual in ((None, x()), (vector(), x()), (vector(), None)):
+        yield "residual_rmsnorm_forward", (stream(), x(), statistic(), stream(), x(), branch_bias, vector()), {"eps": 1e-5}
+        yield "residual_rmsnorm_backward", (x(), vector(), branch_bias, dresidual, x(), stream(), vector(), statistic()), {}
+        yield "residual_layernorm_forward", (stream(), x(), *two, stream(), x(), branch_bias, *parameters), {"eps": 1e-5}
+        yield "residual_layernorm_backward", (x(), *parameters, branch_bias, dresidual, x(), stream(), vector(), *two), {}
     yield "bias_forward", (x(), x(), t(dim)), {}
     yield "bias_backward", (vector(), x()), {}
     yield "gelu_forward", (x(), x()), {}
