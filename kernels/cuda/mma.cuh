@@ -51,8 +51,9 @@ inline void multiply_add_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Rounded to tf32, to nearest; without it a product would drop the bits and err to one side. The first product has no room for
-// the 13 last bits of x: what it holds beyond 2^13 x is x rounded. Two instructions, where cvt.rna.tf32 takes two and a move.
+// Rounded to tf32, off by 2^-11 of x at most; without it a product would drop the bits, twice as far off and to one side. The
+// inner product has no room for the 13 last bits of x: what it holds beyond 2^13 x is x rounded, to nearest but for the last
+// 2^-12 below a power of 2. Two instructions, where cvt.rna.tf32 takes two and a move. Beyond 2^114 it may overflow.
 inline unsigned to_tf32(float x) { return __float_as_uint(__fmaf_rn(x, -8192.0f, __fmul_rn(x, 8193.0f))); }
 
 // Two floats rounded to bf16, `low` in the lower half: the element of the lower column.
