@@ -101,9 +101,9 @@ class Numerics:
     """All that can change a bit of the result: how numbers are held, multiplied and kept.
 
     Args:
-        precision: fp32; tf32, fp32 arrays whose products round their factors to 10 bits; or bf16, weights and activations of 16
-            bits beside an fp32 stream, master weights, gradients, moments, statistics and losses. The CPU engine computes in
-            fp32 only.
+        precision: fp32; tf32, fp32 arrays whose products, those of attention too, round their factors to 10 bits; or bf16,
+            weights and activations of 16 bits beside an fp32 stream, master weights, gradients, moments, statistics and losses.
+            The CPU engine computes in fp32 only.
         matmul: cublaslt, the library's product, each shape by its fastest algorithm; or own, the kernel written here. GPU only.
         attention: hopper, on that GPU's tensor cores, mma, on any's, each where precision and head width allow, else the next; or
             scalar, the readable one. GPU only.

@@ -123,6 +123,11 @@ def rounded(host: Array, storage: np.dtype[Any]) -> Array:
     return np.where(np.isnan(single), single, upper.view(np.float32))
 
 
+def truncated(array: Array) -> Array:
+    """To 10 bits of mantissa, towards zero: the worst that a tf32 product may do to a factor."""
+    return (np.ascontiguousarray(array, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
 def on_gpu(device: "Device", host: Array, dtype: Any) -> Array:
     """A device array of this dtype (BF16: the rounded bits) with the host array's content."""
     host = np.asarray(host)

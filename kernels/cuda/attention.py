@@ -1,12 +1,12 @@
 """Launchers of the attention kernels; the mathematics and the contracts are those of kernels.cpu.attention.
 
 Which kernel: `device.attention` "hopper" takes attention_hopper.cu on such a GPU where the arrays are bf16 and the head dim is 64
-or 128. Otherwise it is as "mma": attention_mma.cu where the arrays are bf16 and the head dim is 32, 64, 96 or 128. Everything
-else, and all of "scalar", takes attention_scalar.cu. So fp32 and tf32 are computed in fp32.
+or 128. Otherwise it is as "mma": attention_mma.cu where the arrays are bf16, or fp32 and `device.precision` is "tf32", and the
+head dim is 32, 64, 96 or 128. Everything else, and all of "scalar", takes attention_scalar.cu. So "fp32" is computed in fp32.
 """
 
 from math import sqrt
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,13 +26,22 @@ _SCALAR_TILE = 32
 _DELTA = Kernel("attention_scalar.cu", "attention_delta", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8)))
 _DELTA_BLOCK, _DELTA_LANES = 256, 8  # the block is not tuned
 
-# By head dim: HEAD_DIM, ROW_TILES, and backward UNIT, KEPT. Those of which no register is spilled; not tuned.
-_FORWARD = {32: (32, 2), 64: (64, 2), 96: (96, 2), 128: (128, 2)}
-_BACKWARD_QUERY = {32: (32, 2, 32, True), 64: (64, 2, 32, True), 96: (96, 1, 32, True), 128: (128, 1, 32, True)}
-_BACKWARD_KEY = {32: (32, 2, 32, True), 64: (64, 1, 32, True), 96: (96, 1, 32, True), 128: (128, 1, 32, False)}
-_MMA_FORWARD = Kernel("attention_mma.cu", "attention_forward", tuple(_FORWARD.values()))
-_MMA_BACKWARD_QUERY = Kernel("attention_mma_backward.cu", "attention_backward_query", tuple(_BACKWARD_QUERY.values()))
-_MMA_BACKWARD_KEY = Kernel("attention_mma_backward.cu", "attention_backward_key", tuple(_BACKWARD_KEY.values()))
+# T, HEAD_DIM, ROW_TILES, and backward UNIT, KEPT. Those of which no register is spilled; not tuned.
+_FORWARD = (
+    (BF16, 32, 2), (BF16, 64, 2), (BF16, 96, 2), (BF16, 128, 2),
+    (FLOAT, 32, 2), (FLOAT, 64, 2), (FLOAT, 96, 1), (FLOAT, 128, 1),
+)  # fmt: skip
+_BACKWARD_QUERY = (
+    (BF16, 32, 2, 32, True), (BF16, 64, 2, 32, True), (BF16, 96, 1, 32, True), (BF16, 128, 1, 32, True),
+    (FLOAT, 32, 2, 32, True), (FLOAT, 64, 1, 32, True), (FLOAT, 96, 1, 16, True), (FLOAT, 128, 1, 16, True),
+)  # fmt: skip
+_BACKWARD_KEY = (
+    (BF16, 32, 2, 32, True), (BF16, 64, 1, 32, True), (BF16, 96, 1, 32, True), (BF16, 128, 1, 32, False),
+    (FLOAT, 32, 2, 32, True), (FLOAT, 64, 1, 32, True), (FLOAT, 96, 1, 16, True), (FLOAT, 128, 1, 16, False),
+)  # fmt: skip
+_MMA_FORWARD = Kernel("attention_mma.cu", "attention_forward", _FORWARD)
+_MMA_BACKWARD_QUERY = Kernel("attention_mma_backward.cu", "attention_backward_query", _BACKWARD_QUERY)
+_MMA_BACKWARD_KEY = Kernel("attention_mma_backward.cu", "attention_backward_key", _BACKWARD_KEY)
 
 # By head dim: HEAD_DIM, and forward STAGES: at 64 3 and 2 were slower (NOTES.md, 2026-11-30), at 128 no more fit.
 _HOPPER = {64: (64, 4), 128: (128, 2)}
@@ -47,9 +56,11 @@ def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start:
     """See kernels.cpu.attention.attention_forward.
 
     Args:
-        device: its `attention` is "hopper", "mma" or "scalar", see above. The head dim is 128 at most.
+        device: its `attention` is "hopper", "mma" or "scalar", and its `precision` says how fp32 is multiplied, see above. The
+            head dim is 128 at most.
 
-    Precision: fp32 arithmetic, one rounding to T at the store of out; on tensor cores p, too, is rounded to bf16.
+    Precision: fp32 arithmetic, one rounding to T at the store of out; on tensor cores p, too, is rounded to bf16, or q, k, v
+        and p to tf32, as factors.
     Determinism: bitwise repeatable (no atomics; hopper's decide only which block does what).
     """
     given = {"out": out, "lse": lse, "qkv": qkv, "start": start}
@@ -58,7 +69,7 @@ def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start:
     if which == "hopper":
         _launch_hopper_forward(device, out, lse, qkv, start)
     elif which == "mma":
-        _launch_mma(device, _MMA_FORWARD, _FORWARD[head_dim], heads, 1, 0, given, out, qkv)
+        _launch_mma(device, _MMA_FORWARD, heads, 1, 2, 0, given, out, qkv)
     else:
         _launch_scalar(device, _SCALAR_FORWARD, heads, 0, given, out, qkv)
 
@@ -66,7 +77,8 @@ def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start:
 def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Array) -> None:
     """See kernels.cpu.attention.attention_backward; attention_forward says what holds for a device.
 
-    Precision: fp32 arithmetic, one rounding to T at the stores; on tensor cores p and ds, too, are rounded to bf16.
+    Precision: fp32 arithmetic, one rounding to T at the stores; on tensor cores p and ds, too, are rounded to bf16, or these,
+        q, k, v and dout to tf32, as factors; delta is computed from dout as it is.
     Determinism: bitwise repeatable (hopper: blocks add to dq in a fixed order; else 7 products instead of 5, and no atomics).
     Workspace: attention_workspace_bytes.
     """
@@ -83,8 +95,9 @@ def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse
     if which == "hopper":
         _launch_hopper_backward(device, given, *sums_and_counts)
     elif which == "mma":
-        _launch_mma(device, _MMA_BACKWARD_QUERY, _BACKWARD_QUERY[head_dim], heads, 2, 0, given, out, qkv)
-        _launch_mma(device, _MMA_BACKWARD_KEY, _BACKWARD_KEY[head_dim], kv_heads, 2, 12, given, out, qkv)
+        stages = 2 if head_dim * qkv.dtype.itemsize <= 384 else 1  # BACKWARD_STAGES of attention_tile.cuh
+        _launch_mma(device, _MMA_BACKWARD_QUERY, heads, 2, stages, 0, given, out, qkv)
+        _launch_mma(device, _MMA_BACKWARD_KEY, kv_heads, 2, stages, 12, given, out, qkv)
     else:
         _launch_scalar(device, _SCALAR_BACKWARD_QUERY, heads, 4, given, out, qkv)
         _launch_scalar(device, _SCALAR_BACKWARD_KEY, kv_heads, 4, given, out, qkv)
@@ -92,8 +105,10 @@ def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse
 
 def attention_kernel(device: Device, dtype: Any, head_dim: int) -> str:
     """Which kernels take arrays of this type and head width: "hopper", "mma" or "scalar"."""
-    if device.attention == "scalar" or dtype != BF16 or head_dim not in _HEAD_DIMS:
+    if device.attention == "scalar" or head_dim not in _HEAD_DIMS:
         return "scalar"
+    if dtype == FLOAT:
+        return "mma" if device.precision == "tf32" else "scalar"
     return "hopper" if device.attention == "hopper" and device.arch == "sm_90" and head_dim in _HOPPER else "mma"
 
 
@@ -160,16 +175,18 @@ def _launch_scalar(device: Device, kernel: Kernel, heads: int, tiles: int, given
 
 
 def _launch_mma(
-    device: Device, kernel: Kernel, template: tuple[int, ...], heads: int, own: int, word_bytes: int, given: dict[str, Any],
-    out: Array, qkv: Array,
+    device: Device, kernel: Kernel, heads: int, own: int, stages: int, word_bytes: int, given: dict[str, Any], out: Array,
+    qkv: Array,
 ) -> None:  # fmt: skip
-    """Blocks own rows of `heads` heads, `own` tiles of them; of the other side two tiles come in two stages.
+    """Blocks own rows of `heads` heads, `own` tiles of them; of the other side two tiles come in each of `stages`.
 
     `word_bytes` are kept of each row of a stage besides.
     """
     batch, length, _, head_dim = out.shape
-    rows, columns = 64 * template[1], 64 if head_dim <= 64 else 32  # columns: COLUMNS of attention_tile.cuh
-    shared = 2 * (head_dim + 8) * (own * rows + 4 * columns) + 2 * columns * word_bytes
+    template = next(one for one in kernel.instances if one[:2] == (qkv.dtype, head_dim))
+    rows, row_bytes = 64 * cast(int, template[2]), head_dim * qkv.dtype.itemsize
+    columns = 64 if row_bytes <= 128 else 32 if row_bytes <= 256 else 16  # COLUMNS of attention_tile.cuh
+    shared = (row_bytes + 16) * (own * rows + 2 * stages * columns) + stages * columns * word_bytes
     device.launch(kernel, template, (-(-length // rows), heads, batch), _BLOCK, shared_bytes=shared, **given, **_sizes(out, qkv))
 
 

@@ -1,4 +1,5 @@
-// Asynchronous copies from global to shared memory, of sm_80 and later. Shared memory is addressed by 32-bit byte addresses.
+// Asynchronous copies from global to shared memory, of sm_80 and later, and loads from it. Shared memory is addressed by 32-bit
+// byte addresses.
 #pragma once
 
 inline unsigned shared_address(const void* pointer) { return static_cast<unsigned>(__cvta_generic_to_shared(pointer)); }
@@ -16,6 +17,14 @@ inline void copy_async_cached(unsigned shared, const void* global) {
 // Start to copy 4 bytes.
 inline void copy_word_async(unsigned shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// Four words of shared memory, at a multiple of 16 bytes.
+inline void load_words(unsigned (&word)[4], unsigned shared) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                 : "r"(shared)
+                 : "memory");
 }
 
 // Wait for all copies that this thread has started; other threads see them after the next __syncthreads.

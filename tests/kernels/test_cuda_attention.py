@@ -1,5 +1,7 @@
 """Attention on the GPU, by Hopper's and by every GPU's tensor cores and in plain fp32 arithmetic, against the CPU's."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from kernels.cpu.attention import attention_backward, attention_forward
 from kernels.cpu.decode_attention import decode_attention_forward
 from tests.cases import ATTENTION, Attention
 from tests.compare import Arrays, documents, normal, unwritten
-from tests.cuda import STORAGES, Gpu, Side, assert_calibrated_op, gpu
+from tests.cuda import STORAGES, Cpu, Gpu, Side, assert_calibrated_op, gpu, truncated
 
 pytestmark = pytest.mark.gpu
 
@@ -26,13 +28,24 @@ TILED = (
     Attention(9, 300, 8, 8, 64, 0.01),
 )
 FLOAT, BF16 = STORAGES
-KERNELS = [(FLOAT, "scalar"), (BF16, "scalar"), (BF16, "mma"), (BF16, "hopper")]
-IDS = ("fp32-scalar", "bf16-scalar", "bf16-mma", "bf16-hopper")
+KERNELS = [(FLOAT, "fp32", "mma"), (FLOAT, "tf32", "mma"), *((BF16, "bf16", kernel) for kernel in ("scalar", "mma", "hopper"))]
+IDS = ("fp32", "tf32-mma", "bf16-scalar", "bf16-mma", "bf16-hopper")
 
 
-def attention(side: Side, a: Arrays) -> Arrays:
-    """Forward and backward."""
+@pytest.fixture(params=KERNELS, ids=IDS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[np.dtype[np.generic], str]:
+    """The storage and the precision, of a GPU set to them and to one of the kernels; fp32 gets the scalar one all the same."""
+    storage, precision, attention = request.param
+    monkeypatch.setattr(gpu(), "precision", precision, raising=False)
+    monkeypatch.setattr(gpu(), "attention", attention, raising=False)
+    return storage, precision
+
+
+def attention(side: Side, a: Arrays, tf32: bool = False) -> Arrays:
+    """Forward and backward; where tensor cores multiply tf32, the baseline's factors are rounded to that."""
     batch, length, heads, _ = a["dout"].shape
+    if tf32 and isinstance(side, Cpu) and side.precision is np.float32:
+        a = {**a, "qkv": truncated(a["qkv"]), "dout": truncated(a["dout"])}
     qkv, dout, start = side.stored(a["qkv"]), side.stored(a["dout"]), side.same(a["start"])
     out, dqkv = side.stored(unwritten(a["dout"])), side.stored(unwritten(a["qkv"]))
     lse = side.single(unwritten(a["dout"], batch, heads, length))
@@ -43,16 +56,16 @@ def attention(side: Side, a: Arrays) -> Arrays:
 
 # A tile or a head too many or too few, a key of another document, a fragment in the wrong lane.
 @pytest.mark.parametrize("case", [*ATTENTION, *TILED])
-@pytest.mark.parametrize(("storage", "kernel"), KERNELS, ids=IDS)
-def test_attention(case: Attention, storage: np.dtype[np.generic], kernel: str) -> None:
-    gpu().attention = kernel
+def test_attention(case: Attention, kernel: tuple[np.dtype[np.generic], str]) -> None:
+    storage, precision = kernel
     rng = np.random.default_rng(case[:5])
     arrays = {
         "qkv": normal(rng, case.batch, case.length, case.heads + 2 * case.kv_heads, case.head_dim),
         "dout": normal(rng, case.batch, case.length, case.heads, case.head_dim),
         "start": documents(rng, case.batch, case.length, case.documents),
     }
-    assert_calibrated_op(attention, arrays, storage, single=("lse",))
+    tf32 = precision == "tf32" and case.head_dim % 32 == 0
+    assert_calibrated_op(partial(attention, tf32=tf32), arrays, storage, single=("lse",))
 
 
 def decode(side: Side, a: Arrays) -> Arrays:
@@ -82,9 +95,8 @@ def test_decode(case: Attention, new: int, storage: np.dtype[np.generic]) -> Non
 
 
 # Weights of tokens that are far apart, where a running maximum that is not carried along overflows or loses what came before.
-@pytest.mark.parametrize(("storage", "kernel"), KERNELS, ids=IDS)
-def test_large_scores(storage: np.dtype[np.generic], kernel: str) -> None:
-    gpu().attention = kernel
+def test_large_scores(kernel: tuple[np.dtype[np.generic], str]) -> None:
+    storage, _ = kernel
     rng = np.random.default_rng(0)
     arrays = {
         "qkv": normal(rng, 1, 300, 4, 64) * 12,

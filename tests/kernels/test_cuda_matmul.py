@@ -15,7 +15,7 @@ from kernels.cpu.gelu import gelu_backward, gelu_forward
 from kernels.cpu.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
 from tests.cases import MATMUL
 from tests.compare import UNIT, Array, Arrays, assert_same_bits, assert_within
-from tests.cuda import STORAGES, Gpu, Side, assert_calibrated_op
+from tests.cuda import STORAGES, Gpu, Side, assert_calibrated_op, truncated
 from tests.cuda import gpu as calibrated_gpu
 
 cupy = pytest.importorskip("cupy")
@@ -105,11 +105,6 @@ def run(device: Device, a: Arrays, precision: str, shift: int = 0) -> Arrays:
     case = Case(device, a, precision, shift)
     case.launch()
     return case.results()
-
-
-def truncated(array: Array) -> Array:
-    """To 10 bits of mantissa, towards zero: the worst that a tf32 product may do to a factor."""
-    return (np.ascontiguousarray(array, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def summed(a: Array, b: Array, terms: int) -> Array:

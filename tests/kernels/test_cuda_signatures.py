@@ -20,7 +20,7 @@ from kernels.cuda.launch import BF16, FLOAT, TENSOR_MAP, Kernel, Template, argum
 from kernels.parameters import flat_size, named, parameter_table
 
 ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
-STORAGES = (FLOAT, BF16)
+PRECISIONS = ("fp32", "tf32", "bf16")
 
 Calls = Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
@@ -54,9 +54,9 @@ class RecordingDevice:
 
     processors, shared_bytes, arch, matmul, stream = 132, 227 * 1024, "sm_90", MATMUL, None
 
-    def __init__(self, storage: np.dtype[Any], attention: str) -> None:
-        self.storage, self.attention = storage, attention
-        self.precision = "bf16" if storage == BF16 else "fp32"
+    def __init__(self, precision: str, attention: str) -> None:
+        self.precision, self.attention = precision, attention
+        self.storage = BF16 if precision == "bf16" else FLOAT
         self.launched: set[tuple[Kernel, Template]] = set()
         self.finished = np.zeros(4 * self.processors, np.int32)
 
@@ -238,20 +238,32 @@ def module_of(name: str) -> Any:
 
 
 @cache
-def launched_by(storage: np.dtype[Any], attention: str, sizes: Sizes) -> frozenset[tuple[Kernel, Template]]:
+def launched_by(precision: str, attention: str, sizes: Sizes) -> frozenset[tuple[Kernel, Template]]:
     """What all launchers launch; an argument that a kernel does not take is an AssertionError here."""
-    device = RecordingDevice(storage, attention)
-    for name, given, options in calls(storage, sizes):
+    device = RecordingDevice(precision, attention)
+    for name, given, options in calls(device.storage, sizes):
         getattr(module_of(name), name)(device, *given, **options)
     return frozenset(device.launched)
 
 
 # An argument of another type, missing, or in a strided view: on the GPU it is wrong numbers or an illegal address.
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("storage", STORAGES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_launches_are_what_kernels_take(sizes: Sizes, storage: np.dtype[Any], attention: str) -> None:
-    assert launched_by(storage, attention, sizes)
+def test_launches_are_what_kernels_take(sizes: Sizes, precision: str, attention: str) -> None:
+    assert launched_by(precision, attention, sizes)
+
+
+# Full fp32 rounded to tf32 by attention, or tf32 that plain cores compute.
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_fp32_arrays_are_rounded_where_asked_for(attention: str) -> None:
+    from kernels.cuda.attention import attention_kernel
+
+    for head_dim in (32, 64, 80, 96, 128):
+        devices: dict[str, Any] = {precision: RecordingDevice(precision, attention) for precision in PRECISIONS}
+        assert attention_kernel(devices["fp32"], FLOAT, head_dim) == "scalar"
+        expected = "scalar" if attention == "scalar" or head_dim == 80 else "mma"
+        assert attention_kernel(devices["tf32"], FLOAT, head_dim) == expected
 
 
 # A struct's bytes go to the kernel as they are: nothing there would notice an array, or half a map.
@@ -276,7 +288,7 @@ def test_every_operation_is_called() -> None:
 
 # An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.
 def test_every_instance_is_launched() -> None:
-    launched = {one for t in STORAGES for a in ATTENTIONS for s in SIZES for one in launched_by(t, a, s)}
+    launched = {one for p in PRECISIONS for a in ATTENTIONS for s in SIZES for one in launched_by(p, a, s)}
     modules = {module_of(name) for name, _, _ in calls(FLOAT, SIZES[0])} | {import_module("kernels.cuda.columns")}
     for module in modules:
         for kernel in (value for value in vars(module).values() if isinstance(value, Kernel)):
