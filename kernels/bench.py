@@ -53,9 +53,10 @@ def random_batch(rng: np.random.Generator, config: ModelConfig, rows: int, lengt
 
 def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
     """The engine that the command line asks for."""
-    numerics = Numerics(precision=args.precision, matmul=args.matmul, attention=args.attention)
+    chosen = {name: getattr(args, name) for name in ("precision", "matmul", "attention", "deterministic")}
     rows = args.batch if training else 1
-    return Engine(MODELS[args.model], numerics, micro_batch=rows, device=args.device, threads=args.threads, training=training)
+    given: dict[str, Any] = {"micro_batch": rows, "device": args.device, "threads": args.threads, "training": training}
+    return Engine(MODELS[args.model], Numerics(**chosen), **given)
 
 
 def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> float:
@@ -236,7 +237,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     from kernels.cuda.timing import milliseconds
 
     c, rng = MODELS[args.model], np.random.default_rng(0)
-    ops = CudaOps(Numerics(precision=args.precision, attention=args.attention))
+    ops = CudaOps(Numerics(precision=args.precision, attention=args.attention, deterministic=args.deterministic))
     need = attention_workspace_bytes(ops, ops.storage, args.batch, args.seq, c.heads, c.head_dim)
     ops.use_workspace(ops.allocate(need))
 
@@ -281,6 +282,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
     parser.add_argument("--matmul", choices=("cublaslt", "own"), default="cublaslt")
     parser.add_argument("--attention", choices=("hopper", "mma", "scalar"), default="hopper")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)

@@ -108,7 +108,8 @@ class Numerics:
         attention: hopper, on that GPU's tensor cores, mma, on any's, each where precision and head width allow, else the next; or
             scalar, the readable one. GPU only.
         recompute: "mlp" computes an MLP's hidden activations again in the backward pass instead of keeping them.
-        deterministic: the same bits for the same configuration on the same device.
+        deterministic: the same bits for the same configuration on the same device. False lets hopper's attention add up dq in
+            the order in which its blocks come.
 
     Raises:
         ValueError: a value is unknown.

@@ -150,6 +150,7 @@ def assert_calibrated_op(
     single: Collection[str] = (),
     exact: Collection[str] = (),
     scale: Mapping[str, float] | None = None,
+    repeats: bool = True,
 ) -> None:
     """The GPU's error is at most twice the baseline's, tensor by tensor, and a second run gives the same bits.
 
@@ -161,11 +162,13 @@ def assert_calibrated_op(
         single: further outputs that are fp32 whatever the storage.
         exact: outputs that must be the oracle's, rounded; integers and booleans always are.
         scale: for an output whose terms cancel, the magnitude of the terms; else its own largest element stands for it.
+        repeats: whether a second run has to give the same bits.
     """
     side = Gpu(storage)
     got, again = (on_host(side, run(side, arrays)) for _ in range(2))
     oracle, baseline = run(Cpu(np.float64, storage), arrays), run(Cpu(np.float32, storage), arrays)
-    assert_same_bits(again, got)
+    if repeats:
+        assert_same_bits(again, got)
     assert got.keys() == oracle.keys()
     for name, expected in oracle.items():
         kind = FLOAT if name in single or name in sums else storage

@@ -86,6 +86,7 @@ class CudaOps(Device):
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
         self.precision, self.matmul, self.attention = numerics.precision, numerics.matmul, numerics.attention
+        self.deterministic = numerics.deterministic
         self.storage = BF16 if numerics.precision == "bf16" else FLOAT
 
     def fused_rows(self, config: ModelConfig) -> int:

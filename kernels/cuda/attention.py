@@ -79,7 +79,8 @@ def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse
 
     Precision: fp32 arithmetic, one rounding to T at the stores; on tensor cores p and ds, too, are rounded to bf16, or these,
         q, k, v and dout to tf32, as factors; delta is computed from dout as it is.
-    Determinism: bitwise repeatable (hopper: blocks add to dq in a fixed order; else 7 products instead of 5, and no atomics).
+    Determinism: bitwise repeatable (hopper: blocks add to dq in a fixed order, unless numerics.deterministic is false; else 7
+        products instead of 5, and no atomics).
     Workspace: attention_workspace_bytes.
     """
     batch, length, heads, head_dim = out.shape
@@ -158,7 +159,8 @@ def _launch_hopper_backward(device: Device, given: dict[str, Any], dq_sum: Array
     arrays = {name: given[name] for name in ("dqkv", "delta", "lse", "start")}
     device.launch(
         _HOPPER_BACKWARD, (head_dim,), -(-length // _HOPPER_ROWS) * sizes["kv_heads"] * batch, _HOPPER_BLOCK,
-        shared_bytes=shared, dq_sum=dq_sum, started=counts[:1], turns=counts[1:], **maps, **arrays, **sizes,
+        shared_bytes=shared, dq_sum=dq_sum, started=counts[:1], turns=counts[1:], ordered=device.deterministic, **maps,
+        **arrays, **sizes,
     )  # fmt: skip
 
 

@@ -25,7 +25,8 @@
 //       two groups of products, makes the compiler wait after each product ("serialized" in its log, which a test looks for).
 // Precision: products of bf16 with fp32 sums; exp, lse and delta fp32; p and ds are rounded to bf16 as factors, of ds p, too, and
 //       dq, dk and dv as they are stored. exp is 2^x with log2(e) folded into the scale.
-// Determinism: every sum has a fixed order, dq's by the turns; the counter decides which block does what, not what is done.
+// Determinism: every sum has a fixed order, dq's by the turns; the counter decides which block does what, not what is done. Where
+//       not `ordered`, the blocks between a tile's first and last add to dq as they come.
 // Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), section 3 and its supplement's algorithm 3; Dao 2023,
 //       arXiv:2307.08691, algorithm 2.
 //
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     attention_backward(const __grid_constant__ TensorMap dqkv_map, const __grid_constant__ TensorMap dout_map,
                        const __grid_constant__ TensorMap qkv_map, bf16* dqkv, float* dq_sum, int* turns, int* started,
                        const float* delta, const float* lse, const int* start, int length, int heads, int kv_heads,
-                       float scale) {
+                       bool ordered, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Layout<HEAD_DIM> at(memory);
     int* const number = reinterpret_cast<int*>(memory + (at.number - at.keys));
@@ -213,7 +214,8 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
             copy_queries(at, part, dout_map, qkv_map, reinterpret_cast<float*>(memory + (at.rows - at.keys)),
                          memory + (at.begins - at.keys), delta, lse, start, length, heads);
         else if (warp <= GROUPS)
-            pass_dq(at, part, warp - 1, memory, dqkv, dq_sum, turns, start, length, heads, kv_heads, scale);
+            pass_dq(at, part, warp - 1, memory, dqkv, dq_sum, turns, start, length, heads, kv_heads, ordered,
+                    scale);
     }
     __syncthreads();  // all end together
 }

@@ -120,10 +120,10 @@ void copy_queries(const Layout<HEAD_DIM>& at, const Part& part, const TensorMap&
     for (const int end = step + STAGES; step < end; step++) wait(at.empty[step % STAGES], step / STAGES % 2 ^ 1);
 }
 
-// A warp: passes on what warpgroup `group` has added up for dq, in turn.
+// A warp: passes on what warpgroup `group` has added up for dq, in turn. Not `ordered`, only the first and the last keep theirs.
 template <int HEAD_DIM>
 void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const unsigned char* memory, bf16* dqkv, float* dq_sum,
-             int* turns, const int* start, int length, int heads, int kv_heads, float scale) {
+             int* turns, const int* start, int length, int heads, int kv_heads, bool ordered, float scale) {
     constexpr int TILE = QUERIES<HEAD_DIM>, BYTES = Layout<HEAD_DIM>::DQ_BYTES;
     const int lane = threadIdx.x % WARP, tiles = (length + TILE - 1) / TILE, width = (heads + 2 * kv_heads) * HEAD_DIM;
     const int rows_from = HEAD_DIM == 64 ? group * 64 : 0, columns_from = HEAD_DIM == 64 ? 0 : group * 64;
@@ -138,7 +138,8 @@ void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const unsi
             const bool last = start[part.row + tile * TILE] >= part.first;
             if (turn > 0) {
                 // All lanes look, so that they stay together; seldom, as those that are waited for use the memory, too.
-                while (__any_sync(ALL_LANES, load_acquire(turns + index) != turn)) __nanosleep(PAUSE_NS);
+                const int least = ordered || last ? turn : 1;
+                while (__any_sync(ALL_LANES, load_acquire(turns + index) < least)) __nanosleep(PAUSE_NS);
                 fence_async_global();  // the copy engine, too, comes after the acquire
                 if (last && lane == 0) {
                     arrive_expecting(at.before_full[group], BYTES);
@@ -158,7 +159,7 @@ void pass_dq(const Layout<HEAD_DIM>& at, const Part& part, int group, const unsi
                     arrive(at.dq_empty[group]);
                     wait_stores();
                     fence_async_global();
-                    store_release(turns + index, turn + 1);
+                    count_release(turns + index);
                 }
                 __syncwarp();  // the others would only spin
                 continue;

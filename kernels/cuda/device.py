@@ -26,10 +26,11 @@ class Device:
         ValueError: there is no GPU, its driver is too old, or its architecture is not supported.
     """
 
-    # Those of numerics: how products round, and whose products and which attention are launched.
+    # Those of numerics: how products round, whose products and which attention are launched, and whether sums keep their order.
     precision: str
     matmul: str
     attention: str
+    deterministic: bool
 
     def __init__(self) -> None:
         runtime = cupy.cuda.runtime

@@ -116,8 +116,8 @@ inline int load_acquire(const int* address) {
     return value;
 }
 
-inline void store_release(int* address, int value) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+inline void count_release(int* address) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(address) : "memory");
 }
 
 // ---- registers: each warp of a warpgroup gives some up, or waits for more. The kernel needs __launch_bounds__(threads, 1).
