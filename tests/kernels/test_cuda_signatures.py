@@ -52,7 +52,7 @@ def array(shape: tuple[int, ...], dtype: Any) -> HostArray:
 class RecordingDevice:
     """kernels.cuda.device.Device as far as launchers use it."""
 
-    processors, shared_bytes, arch, matmul, stream = 132, 227 * 1024, "sm_90", MATMUL, None
+    processors, shared_bytes, arch, matmul, deterministic, stream = 132, 227 * 1024, "sm_90", MATMUL, True, None
 
     def __init__(self, precision: str, attention: str) -> None:
         self.precision, self.attention = precision, attention
