@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.config import ModelConfig
-from kernels.memory import Arena
+from kernels.memory import Arena, Exchange
 from kernels.model import Cache, Transformer
 
 Array = np.ndarray[Any, Any]
@@ -21,6 +21,7 @@ class Decoding:
     config: ModelConfig
     ops: Any
     _arena: Arena
+    _exchange: Exchange
     _model: Transformer
 
     def cache(self, batch: int = 1) -> Cache:
@@ -44,21 +45,22 @@ class Decoding:
         self, tokens: Array, cache: Cache, uniform: Array, banned: Array, *, temperature: float, top_k: int, top_p: float
     ) -> NDArray[np.int32]:
         """Append tokens (B, n) as decode does; the token (B,) drawn after the last of them by kernels.cpu.sampling's rule."""
-        drawn, draws = (self._arena.view(name, (len(tokens),)) for name in ("drawn", "uniform"))
-        forbidden = self._arena.view("banned", banned.shape)
-        if temperature:
-            self.ops.upload(draws, uniform)
+        host, device, rows = self._exchange.host.view, self._exchange.device.view, (len(tokens),)
+        host("uniform", rows)[...] = uniform
         if len(banned):
-            self.ops.upload(forbidden, banned)
-        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+            host("banned", banned.shape)[...] = banned
 
         def choose(logits: Array) -> None:
             if len(banned):
-                self.ops.ban(logits, forbidden)
-            self.ops.sampling(drawn, logits, draws, vocab_size=self.config.vocab_size, **settings)
+                self.ops.ban(logits, device("banned", banned.shape))
+            self.ops.sampling(
+                device("drawn", rows), logits, device("uniform", rows), vocab_size=self.config.vocab_size,
+                temperature=temperature, top_k=top_k, top_p=top_p,
+            )  # fmt: skip
 
-        self._append(tokens, cache, 1, choose, (len(banned), *settings.values()))
-        return self.ops.download(drawn)
+        self._append(tokens, cache, 1, choose, (len(banned), temperature, top_k, top_p))
+        self.ops.synchronize()
+        return host("drawn", rows).copy()
 
     def decode_heads(self, tokens: NDArray[np.int32], cache: Cache, last: int) -> NDArray[np.float32]:
         """Append tokens (1, n) as decode does; return every head's logits (last, K, V) after each of the `last` of them."""
@@ -78,14 +80,19 @@ class Decoding:
         (batch, count), context = tokens.shape, self.config.context
         if cache.length + count > context:
             raise ValueError(f"context: {cache.length} + {count} tokens exceed model.context = {context}")
-        # In one piece, since each copy to a device takes its time: how many tokens the cache holds, and where documents begin.
-        host = np.empty((1 + 2 * tokens.size,), np.int32)
+        # In one piece: how many tokens the cache holds, where documents begin, and the tokens. What was there before has been
+        # read, since all callers wait for what they return.
+        size = (1 + 2 * tokens.size,)
+        host = self._exchange.host.view("appended", size)
         host[0], host[1 : 1 + tokens.size], host[1 + tokens.size :] = cache.length, -cache.length, tokens.reshape(-1)
-        appended = self._input("appended", host)
         model, fused = self._model, count == last and tokens.size <= self._model.fused_rows
         rows = self._arena.view("branch", (batch * last, self.config.dim))
 
         def work() -> None:
+            appended = self._exchange.device.view("appended", size)
+            if not fused:  # many kernels read them, and each would take the way to the host
+                appended, shared = self._arena.view("taken", size), appended
+                self.ops.copy_rows(appended.reshape(1, -1), shared.reshape(1, -1), 0, 1)
             length, (start, taken) = appended[:1].reshape(()), appended[1:].reshape(2, *tokens.shape)
             if fused:
                 logits = model.step(rows, taken, start, cache, length)
@@ -105,9 +112,3 @@ class Decoding:
 
     def _host_logits(self, logits: Array) -> NDArray[np.float32]:
         return self.ops.download(logits)[:, : self.config.vocab_size].astype(np.float32)
-
-    def _input(self, name: str, values: Any) -> Array:
-        """Values of this batch, this step or this token, in the device's buffer of that name."""
-        view = self._arena.view(name, np.shape(values))
-        self.ops.upload(view, values)
-        return view

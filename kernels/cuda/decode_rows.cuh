@@ -14,6 +14,7 @@ struct Block {
     Shape shape[PRODUCTS];
     Begin<T> begin[MOST_WARPS * PRODUCTS];
     float of_warp[MOST_WARPS][2][ROWS];
+    int given[1 + 2 * ROWS];  // what the cache holds; of each row where it begins; its token
     alignas(16) float norm_sum[2][ROWS][MOST_WARPS];  // of the elements, and of the squares; 0 where a warp has none
 };
 

@@ -127,6 +127,12 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
     T* const ring = reinterpret_cast<T*>(memory);
     float* const rows = reinterpret_cast<float*>(ring + WeightStream<T, SIZE>::DEPTH * 2 * blockDim.x * SIZE);
     float* const owned = rows + row_floats;  // [units][2][ROWS] of the stream
+    // May lie in the host's memory, 2 us away: a block asks once, and for all at the same time.
+    int given = 0;
+    if (threadIdx.x < 1 + 2 * ROWS) {
+        const int i = threadIdx.x - 1;
+        given = *(i < 0 ? length : i < ROWS ? start + i : tokens + (i - ROWS));
+    }
     if (threadIdx.x < PRODUCTS) {  // a thread each, for divisions take their time
         const int which = threadIdx.x, distance = which == QKV && table ? half : which == UP && gated ? ffn : 1;
         const int up = gated ? 2 * ffn : ffn, all_heads = (heads + 2 * kv_heads) * head_dim;
@@ -136,13 +142,16 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
     for (int i = threadIdx.x; i < 2 * ROWS * MOST_WARPS; i += blockDim.x) block.norm_sum[0][0][i] = 0.0f;
     __syncthreads();  // what is written above is read by all
     WeightStream<T, SIZE> weights(model, block.shape, block.begin, ring);
-    const Tags tags(tag_memory);
+    if (threadIdx.x < 1 + 2 * ROWS) block.given[threadIdx.x] = given;
+    const Tags tags(tag_memory);  // the block meets, and what is written above is read by all
     // (ROWS, dim), (ROWS, H + 2 KV, D), (ROWS, ffn), and those of Attention.
     Word* const stream = words;
     Word* const qkv = stream + ROWS * dim;
     Word* const act = qkv + ROWS * (heads + 2 * kv_heads) * head_dim;
     const bool paired = SIZE == 8 && !gated;
-    const int position = lane < ROWS ? lane % count - start[lane] : 0, held = *length;
+    const int held = block.given[0];
+    const auto position_of = [&](int r) { return r % count - block.given[1 + r]; };
+    const int position = position_of(min(lane, ROWS - 1));
 
     Added<T> added = {};
     for (int index = 0;; index++) {
@@ -193,8 +202,8 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
                 constexpr int PART = sizeof(x) / sizeof(float);
                 if (index == 0) {
                     float at_position[PART] = {};
-                    load_floats(x, token_weight + (long long)tokens[r] * dim + i);
-                    if (position_weight) load_floats(at_position, position_weight + (long long)(r % count - start[r]) * dim + i);
+                    load_floats(x, token_weight + (long long)block.given[1 + ROWS + r] * dim + i);
+                    if (position_weight) load_floats(at_position, position_weight + (long long)position_of(r) * dim + i);
 #pragma unroll
                     for (int j = 0; j < PART; j++) x[j] += at_position[j];
                 } else {

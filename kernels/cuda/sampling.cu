@@ -180,6 +180,7 @@ template <typename T, int SIZE>
 __global__ void __launch_bounds__(BLOCK)
     sampling_draw(int* out, const T* logits, const double* uniform, int width, int vocab_size, double inverse_temperature,
                   int top_k, double top_p) {
+    const double share = uniform[blockIdx.x];  // may lie in the host's memory: on its way meanwhile
     wait_for_previous();
     const T* row = logits + (long long)blockIdx.x * width;
     const Code best = first_of<T, SIZE>(row, vocab_size);
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(BLOCK)
         lowest = find<T, SIZE>(row, vocab_size, lowest, kept.count, top_p * kept.sum, false, probability);
         kept = total_between<T, SIZE>(row, vocab_size, lowest, FIRST_OF_ALL, probability);
     }
-    const double target = uniform[blockIdx.x] * kept.sum;
+    const double target = share * kept.sum;
     const Code drawn = find<T, SIZE>(row, vocab_size, lowest, kept.count, target, true, probability);
     if (threadIdx.x == 0) out[blockIdx.x] = id_of(drawn);
 }
