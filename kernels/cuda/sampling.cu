@@ -15,7 +15,7 @@
 // Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p).
 
 #include "overlap.cuh"
-#include "reduce.cuh"
+#include "vectors.cuh"
 
 using Code = unsigned long long;
 
@@ -57,12 +57,32 @@ void over_row(const T* row, int vocab_size, Visit visit) {
 // The code of the likeliest, NO_CODE where there is no candidate.
 template <typename T, int SIZE>
 Code first_of(const T* row, int vocab_size) {
-    float best = 0.0f;
-    int place = -1;
-    over_row<T, SIZE>(row, vocab_size, [&](float x, int id) {  // ids rise, so that the first of equals stays
-        if (place < 0 || x > best) best = x, place = id;
-    });
-    return block_reduce(place < 0 ? NO_CODE : code_of(best, place), Larger(), NO_CODE);
+    constexpr int AHEAD = 8;  // vectors under way: a row of 65,536 bf16 in one go
+    const int full = vocab_size / SIZE;
+    float best = __int_as_float(0xff800000);  // -infinity; no NaN changes a maximum
+    int place = -1;  // the first vector that has it
+    for (int first = threadIdx.x; first < full; first += AHEAD * BLOCK) {
+        Packed<T, SIZE> v[AHEAD];
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++)
+            if (first + a * BLOCK < full) v[a].load(row + (first + a * BLOCK) * SIZE);
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) {
+            if (first + a * BLOCK >= full) break;
+            float largest = v[a](0);
+#pragma unroll
+            for (int j = 1; j < SIZE; j++) largest = fmaxf(largest, v[a](j));
+            if (largest > best) best = largest, place = first + a * BLOCK;
+        }
+    }
+    Code code = NO_CODE;
+    const auto take = [&](int id) {
+        const float x = to_float(row[id]);
+        if (x >= LOWEST) code = max(code, code_of(x, id));
+    };
+    for (int j = 0; place >= 0 && j < SIZE; j++) take(place * SIZE + j);
+    for (int id = full * SIZE + threadIdx.x; id < vocab_size; id += BLOCK) take(id);
+    return block_reduce(code, Larger(), NO_CODE);
 }
 
 // What an element adds to a running sum.
