@@ -38,14 +38,6 @@ def ban(logits: Array, ids: Ids) -> None:
     logits[:, ids] = -np.inf
 
 
-def probabilities(logits: Array, *, temperature: float, top_k: int, top_p: float) -> NDArray[np.float64]:
-    """(V,) fp64: with which probability `sampling` draws each token after logits (V,)."""
-    ids, weights = _candidates(logits, temperature, top_k, top_p)
-    result = np.zeros(len(logits))
-    result[ids] = weights / weights.sum()
-    return result
-
-
 def pick(weights: Array, uniform: float) -> int:
     """The index at which the cumulative sum of weights, not negative, passes `uniform` of the whole; one of a positive weight."""
     cumulative = np.cumsum(weights)
