@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kernels.config import ModelConfig, Numerics
-from kernels.cpu.sampling import pick
 from kernels.engine import Engine
 from kernels.generation import Sampling, Speculation, generate
 
@@ -133,16 +132,6 @@ def test_bad_drafts_are_rarely_taken() -> None:
     assert counts.passes > 100
     assert counts.accepted < counts.drafted / 4
     assert 200 <= counts.passes + counts.accepted <= 200 + EULER.mtp_heads
-
-
-# A draw of a token without weight: the last of the sum, where the product of sum and draw rounds up, or the first.
-def test_pick_takes_one_with_weight() -> None:
-    rng, weights = np.random.default_rng(0), np.zeros(6)
-    for _ in range(200):
-        weights[1:5] = rng.random(4) * [1, 0, 1, 1]
-        for uniform in (0.0, 1 - 2.0**-53):
-            assert weights[pick(weights, uniform)] > 0
-    assert [pick(np.array([1.0, 2.0, 1.0]), u) for u in (0.0, 0.24, 0.25, 0.74, 0.75)] == [0, 0, 1, 1, 2]
 
 
 # A model of one head has nothing to draft with: the message must come at once and name the setting.
