@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.config import ModelConfig
-from kernels.memory import Arena
+from kernels.memory import Arena, Exchange
 from kernels.model import Cache, Transformer
 
 Array = np.ndarray[Any, Any]
@@ -21,6 +21,7 @@ class Decoding:
     config: ModelConfig
     ops: Any
     _arena: Arena
+    _exchange: Exchange
     _model: Transformer
 
     def cache(self, batch: int = 1) -> Cache:
@@ -38,54 +39,86 @@ class Decoding:
         Raises:
             ValueError: the cache has no room for n more tokens.
         """
-        return self._host_logits(self._append(tokens, cache, 1)[0])
+        return self.ops.download(self._append(tokens, cache, 1))[:, : self.config.vocab_size].astype(np.float32)
 
     def draw(
-        self, tokens: Array, cache: Cache, uniform: Array, banned: Array, *, temperature: float, top_k: int, top_p: float
+        self, tokens: Array, cache: Cache, uniform: Array, banned: Array, *, last: int = 1, temperature: float, top_k: int,
+        top_p: float,
+    ) -> NDArray[np.int32]:  # fmt: skip
+        """Append tokens (B, n) as decode does; those (B * last,) drawn after each of the last of them. B or `last` is 1.
+
+        They are drawn at uniform (B * last,) by kernels.cpu.sampling's rule, none of banned (count,) among them.
+        """
+        choose, key = self._choice(uniform, banned, temperature, top_k, top_p)
+        self._append(tokens, cache, last, choose, key)
+        return self._drawn(len(uniform))
+
+    def draft(
+        self, place: int, uniform: Array, banned: Array, *, temperature: float, top_k: int, top_p: float
     ) -> NDArray[np.int32]:
-        """Append tokens (B, n) as decode does; the token (B,) drawn after the last of them by kernels.cpu.sampling's rule."""
-        drawn, draws = (self._arena.view(name, (len(tokens),)) for name in ("drawn", "uniform"))
-        forbidden = self._arena.view("banned", banned.shape)
-        if temperature:
-            self.ops.upload(draws, uniform)
-        if len(banned):
-            self.ops.upload(forbidden, banned)
-        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        """What heads 1 .. K - 1 draw, (K - 1,), after the `place`-th of the tokens that the last `draw` drew after.
 
-        def choose(logits: Array) -> None:
+        Head k's is a guess at the token k + 1 behind it. Drawn at uniform (K - 1,) as `draw` does.
+        """
+        choose, key = self._choice(uniform, banned, temperature, top_k, top_p)
+
+        def work() -> None:
+            norm = self._arena.view("branch", (place + 1, self.config.dim))[place:]
+            for k in range(1, self.config.mtp_heads):
+                choose(self._model.head_logits(k, norm), k - 1)
+
+        self.ops.replay(("draft", place, key), work)
+        return self._drawn(len(uniform))
+
+    def _choice(
+        self, uniform: Array, banned: Array, temperature: float, top_k: int, top_p: float
+    ) -> tuple[Callable[[Array, int], None], Any]:
+        """What draws after each row of some logits, the first at the given one of `uniform`; and what tells it from others."""
+        vocab_size, shapes, view = self.config.vocab_size, (uniform.shape, banned.shape), self._exchange.device.view
+        for name, values in (("uniform", uniform), ("banned", banned)):
+            if len(values):
+                self._exchange.host.view(name, values.shape)[...] = values
+
+        def choose(logits: Array, first: int) -> None:
+            rows = slice(first, first + len(logits))
+            drawn, draws = (view(name, shapes[0])[rows] for name in ("drawn", "uniform"))
             if len(banned):
-                self.ops.ban(logits, forbidden)
-            self.ops.sampling(drawn, logits, draws, vocab_size=self.config.vocab_size, **settings)
+                self.ops.ban(logits, view("banned", shapes[1]))
+            self.ops.sampling(
+                drawn, logits, draws, vocab_size=vocab_size, temperature=temperature, top_k=top_k, top_p=top_p
+            )
 
-        self._append(tokens, cache, 1, choose, (len(banned), *settings.values()))
-        return self.ops.download(drawn)
+        return choose, (len(banned), temperature, top_k, top_p)
 
-    def decode_heads(self, tokens: NDArray[np.int32], cache: Cache, last: int) -> NDArray[np.float32]:
-        """Append tokens (1, n) as decode does; return every head's logits (last, K, V) after each of the `last` of them."""
-        logits, further = self._append(tokens, cache, last)
-        heads = [self._host_logits(logits)]  # before the next head's overwrite them
-        heads += [self._host_logits(further(k)) for k in range(1, self.config.mtp_heads)]
-        return np.stack(heads, axis=1)
+    def _drawn(self, count: int) -> NDArray[np.int32]:
+        """What was drawn, when it is."""
+        self.ops.synchronize()
+        return self._exchange.host.view("drawn", (count,)).copy()
 
     def _append(
-        self, tokens: Array, cache: Cache, last: int, then: Callable[[Array], None] | None = None, key: Any = None
-    ) -> tuple[Array, Callable[[int], Array]]:
-        """Read tokens (B, n) into the cache; head 0's logits (B * last, Vp) after the last of them, and what makes head k's.
+        self, tokens: Array, cache: Cache, last: int, then: Callable[[Array, int], None] | None = None, key: Any = None
+    ) -> Array:
+        """Read tokens (B, n) into the cache; head 0's logits (B * last, Vp) after the last of them.
 
-        `then` does something with the logits, in the same graph; `key` tells one such thing from another.
+        `then` does something with the logits, from their row 0 on, in the same graph; `key` tells one such thing from another.
         """
         assert len(tokens) == 1 or last == 1
         (batch, count), context = tokens.shape, self.config.context
         if cache.length + count > context:
             raise ValueError(f"context: {cache.length} + {count} tokens exceed model.context = {context}")
-        # In one piece, since each copy to a device takes its time: how many tokens the cache holds, and where documents begin.
-        host = np.empty((1 + 2 * tokens.size,), np.int32)
+        # In one piece: how many tokens the cache holds, where documents begin, and the tokens. What was there before has been
+        # read, since all callers wait for what they return.
+        size = (1 + 2 * tokens.size,)
+        host = self._exchange.host.view("appended", size)
         host[0], host[1 : 1 + tokens.size], host[1 + tokens.size :] = cache.length, -cache.length, tokens.reshape(-1)
-        appended = self._input("appended", host)
         model, fused = self._model, count == last and tokens.size <= self._model.fused_rows
         rows = self._arena.view("branch", (batch * last, self.config.dim))
 
         def work() -> None:
+            appended = self._exchange.device.view("appended", size)
+            if not fused:  # many kernels read them, and each would take the way to the host
+                appended, shared = self._arena.view("taken", size), appended
+                self.ops.copy_rows(appended.reshape(1, -1), shared.reshape(1, -1), 0, 1)
             length, (start, taken) = appended[:1].reshape(()), appended[1:].reshape(2, *tokens.shape)
             if fused:
                 logits = model.step(rows, taken, start, cache, length)
@@ -94,20 +127,11 @@ class Decoding:
                 self.ops.copy_rows(rows, norm, count - last, count if last == 1 else 1)
                 logits = model.head_logits(0, rows)
             if then is not None:
-                then(logits)
+                then(logits, 0)
 
         if count == last:  # prompts, of any length, are not worth a graph each
             self.ops.replay(("decode", tokens.shape, key, id(cache)), work)
         else:
             work()
         cache.length += count
-        return self._arena.view("logits", (batch * last, self.config.padded_vocab)), lambda k: model.head_logits(k, rows)
-
-    def _host_logits(self, logits: Array) -> NDArray[np.float32]:
-        return self.ops.download(logits)[:, : self.config.vocab_size].astype(np.float32)
-
-    def _input(self, name: str, values: Any) -> Array:
-        """Values of this batch, this step or this token, in the device's buffer of that name."""
-        view = self._arena.view(name, np.shape(values))
-        self.ops.upload(view, values)
-        return view
+        return self._arena.view("logits", (batch * last, self.config.padded_vocab))

@@ -16,7 +16,7 @@ from kernels.batch import Batch, check, head_targets
 from kernels.config import ModelConfig, Numerics
 from kernels.decoding import Decoding
 from kernels.devices import open_ops
-from kernels.memory import Arena, check_fits, plan, report
+from kernels.memory import EXCHANGED, Arena, Exchange, check_fits, plan, report
 from kernels.model import Transformer
 from kernels.parameters import decay_runs, initial_weights, named, parameter_table
 
@@ -85,7 +85,8 @@ class Engine(Decoding):
         self._table, self._step = parameter_table(config), 0
         self._plan = plan(config, numerics, micro_batch, self.ops, training=training)
         check_fits(self._plan, micro_batch, self.ops.memory_bytes())
-        self._arena = Arena(self._plan, self.ops.allocate)
+        self._arena = Arena([buffer for buffer in self._plan if buffer.kind != EXCHANGED], self.ops.allocate)
+        self._exchange = Exchange([buffer for buffer in self._plan if buffer.kind == EXCHANGED], self.ops.allocate_shared)
         self._flat = {buffer.name: self._arena.view(buffer.name, buffer.shape) for buffer in self._plan if buffer.fixed}
         self._grads = named(self._flat["gradients"], self._table) if training else {}
         self._weights = named(self._flat["parameters"], self._table)
@@ -254,3 +255,9 @@ class Engine(Decoding):
         """Check a batch; its tokens, and where their documents begin, on the device."""
         check(batch, self.micro_batch, self.config.context, self.config.vocab_size)
         return self._input("tokens", batch.tokens), self._input("start", batch.start)
+
+    def _input(self, name: str, values: Any) -> Array:
+        """Values of this batch or this step, in the device's buffer of that name."""
+        view = self._arena.view(name, np.shape(values))
+        self.ops.upload(view, values)
+        return view

@@ -4,18 +4,18 @@ When the context is full, its last half is kept and read anew, and generation go
 context is cut to that half likewise.
 
 A model whose prediction heads draft can write several tokens a pass: head k guesses the token k + 1 ahead, and one pass over
-the guesses tells how many of them head 0 would have drawn itself.
+the guesses tells how many of them head 0 draws itself.
 """
 
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cpu.sampling import pick, probabilities
 from kernels.engine import Engine
 
 
@@ -97,8 +97,8 @@ def generate(
         max_tokens: most ids drawn, one of `stop` among them; fewer came if and only if the model ended by itself.
         stop: ids that end it; never in the result.
         banned: ids that are never drawn.
-        speculation: where it is given, the heads draft, and it counts. At temperature 0 the ids stay the same, where no two
-            logits are so near that a product of more rows rounds them apart; else their distribution does, not the draws.
+        speculation: where it is given, the heads draft, and it counts. The ids stay the same, where no draw is so near to a
+            border that a product of more rows rounds it to the other side.
 
     Raises:
         ValueError: the prompt is empty or holds an id that the model doesn't know, or max_tokens is below 1.
@@ -212,58 +212,37 @@ def _speculative(
 ) -> Iterator[int]:
     """Without end, the tokens drawn after a row, those of a pass together.
 
-    A pass reads the last token drawn, whose place in the cache is still empty, and a draft of every head for those after it.
-    Where the context has no room for all of them it reads none, so that each token follows the window that it has without
-    drafts, and a GPU sees few shapes.
+    A pass reads the last token drawn, whose place in the cache is still empty, and a draft of every head for those after it; it
+    draws a token after each, at the number at which plain decoding would draw it. So the first of these is plain decoding's, and
+    as long as the drafts are what was drawn, the next. Each draft is drawn at its token's number, too, so that the two are
+    often the same where the distributions are alike.
+
+    Where the context has no room for all drafts none is read, so that each token follows the window that it has without them, and
+    a GPU sees few shapes.
+
+    Source: Stern et al. 2018, arXiv:1811.03115, section 3, whose criterion is the likeliest token.
     """
-
-    def distribution(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-        return probabilities(logits, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-
-    forbidden = np.array(sorted(banned), np.int64)
-    cache, context, guessing = engine.cache(), engine.config.context, np.empty((0, 0), np.float32)
+    forbidden, heads = np.array(sorted(set(banned)), np.int32), engine.config.mtp_heads
+    settings: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    cache, context = engine.cache(), engine.config.context
+    drafts: list[int] = []
+    uniform = np.empty(0)  # at which the tokens to come are drawn
     while True:
         if cache.length == context:
-            row, guessing = row[-_half(engine) :], guessing[:0]
+            row, drafts = row[-_half(engine) :], []
             cache.truncate(0)
-        room = context - len(row)
-        guesses = [distribution(logits) for logits in guessing] if len(guessing) <= room else []
-        drafts = [pick(guess, draws.random()) for guess in guesses]
+        if len(row) + len(drafts) > context:
+            drafts = []
+        count = 1 + len(drafts)
+        uniform = np.append(uniform, draws.random(max(0, count + heads - 1 - len(uniform))))
         fed = np.array([row[cache.length :] + drafts], np.int32)
-        logits = engine.decode_heads(fed, cache, 1 + len(drafts))
-        logits[:, :, forbidden] = -np.inf
-        tokens = _verified(map(distribution, logits[:, 0]), guesses, drafts, draws)
-        cache.truncate(len(row) + len(tokens) - 1)
-        row, guessing = row + tokens, logits[len(tokens) - 1, 1:]
+        drawn = engine.draw(fed, cache, uniform[:count], forbidden, last=count, **settings).tolist()
+        taken = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
         speculation.passes += 1
         speculation.drafted += len(drafts)
-        speculation.accepted += len(tokens) - 1
-        yield from tokens
-
-
-def _verified(
-    targets: Iterator[NDArray[np.float64]],
-    guesses: list[NDArray[np.float64]],
-    drafts: list[int],
-    draws: np.random.Generator,
-) -> list[int]:
-    """The drafts that are taken and one token more, all distributed as if each had been drawn from its target.
-
-    A draft x is taken with probability min(1, target[x] / guess[x]); the first that is not is replaced by a draw from what of
-    the target exceeds the guess, and those after it are dropped.
-
-    Args:
-        targets: (V,) probabilities of the token in each draft's place, and of the one after the last.
-        guesses: (V,) probabilities that each draft was drawn with.
-        drafts:  ids.
-
-    Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318.
-    """
-    taken: list[int] = []
-    for draft, guess, target in zip(drafts, guesses, targets, strict=False):
-        if draws.random() * guess[draft] >= target[draft]:
-            excess = np.maximum(target - guess, 0)
-            # Equal but for rounding, the two may leave no excess.
-            return [*taken, pick(excess if excess.any() else target, draws.random())]
-        taken.append(draft)
-    return [*taken, pick(next(targets), draws.random())]
+        speculation.accepted += taken
+        uniform = uniform[1 + taken :]
+        cache.truncate(len(row) + taken)
+        row = row + drawn[: 1 + taken]
+        drafts = engine.draft(taken, uniform[: heads - 1], forbidden, **settings).tolist()
+        yield from drawn[: 1 + taken]

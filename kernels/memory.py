@@ -6,6 +6,7 @@ All buffers are known before the first step: nothing is allocated while training
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ MOST_VIEWS = 4096
 LOGITS_BYTES = 2**30
 # The kinds of buffers whose size the parameters alone decide.
 FIXED = ("parameters", "gradients", "moments")
+# The kind that host and device both read and write, see Exchange.
+EXCHANGED = "exchange"
 
 
 @dataclass(frozen=True)
@@ -138,10 +141,11 @@ def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtyp
         Buffer("start", "inputs", (rows,), integer),
         Buffer("targets", "inputs", (heads, rows), integer),
         Buffer("correct", "inputs", (rows,), np.dtype(np.bool_)),
-        Buffer("appended", "inputs", (1 + 2 * rows,), integer),
-        Buffer("drawn", "inputs", (rows,), integer),
-        Buffer("uniform", "inputs", (rows,), np.dtype(np.float64)),
-        Buffer("banned", "inputs", (config.vocab_size,), integer),
+        Buffer("taken", "inputs", (1 + 2 * rows,), integer),
+        Buffer("appended", EXCHANGED, (1 + 2 * rows,), integer),
+        Buffer("drawn", EXCHANGED, (max(rows, heads),), integer),
+        Buffer("uniform", EXCHANGED, (max(rows, heads),), np.dtype(np.float64)),
+        Buffer("banned", EXCHANGED, (config.vocab_size,), integer),
     ]
     if training:
         plan += [
@@ -251,3 +255,23 @@ class Arena:
             found = self._flat[name, layer][: math.prod(shape)].reshape(shape)
             self._views[name, shape, layer] = found
         return found
+
+
+class Exchange:
+    """Buffers in memory that host and device both read and write, so that a token's few numbers take no copies of their own.
+
+    The host writes while nothing is under way that may read them, and reads after the device's operations were waited for.
+
+    Args:
+        plan: the buffers; names are unique.
+        allocate: gives that many zeroed bytes as the host sees them and as the device does.
+    """
+
+    def __init__(self, plan: list[Buffer], allocate: Callable[[int], tuple[Array, Array]]) -> None:
+        both = allocate(sum(buffer.total_bytes for buffer in plan) + ALIGNMENT_BYTES)
+        self.host, self.device = (Arena(plan, partial(_given, memory)) for memory in both)
+
+
+def _given(memory: Array, size: int) -> Array:
+    assert memory.size == size
+    return memory

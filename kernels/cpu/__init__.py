@@ -145,6 +145,11 @@ class CpuOps:
         begin = -memory.ctypes.data % 64
         return memory[begin : begin + size]
 
+    def allocate_shared(self, size: int) -> tuple[Array, Array]:
+        """`size` zeroed bytes as the host and as the device sees them, which here is the same."""
+        memory = self.allocate(size)
+        return memory, memory
+
     def rope_table(self, context: int, head_dim: int, base: float) -> Array:
         """kernels.cpu.rope.rope_table in this object's precision."""
         return rope_table(context, head_dim, base).astype(self.dtype)

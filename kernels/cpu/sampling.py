@@ -15,22 +15,32 @@ def sampling(
     """Draw one token a row from softmax(logits / temperature), cut to the likeliest tokens.
 
     Candidates are ranked by logit, the smaller id first among equals. top_k keeps the k first; top_p then keeps the shortest
-    prefix whose probability, among those kept, reaches p. The draw inverts the cumulative distribution at `uniform`.
+    prefix whose probability, among those kept, reaches p. Of those that are left
+
+        out = argmax(logits / temperature - log(-log(u))),    u in (0, 1) a hash of the row's number and the token's id,
+
+    which is distributed as softmax(logits / temperature). At one number two distributions that are alike mostly give one token.
 
     Args:
         out:     (B,) int32, overwritten.
         logits:  (B, Vp); columns from vocab_size on are padding and take no part.
-        uniform: (B,) fp64 in [0, 1), one independent draw a row.
+        uniform: (B,) fp64 in [0, 1), one independent draw a row, its number.
         vocab_size: V.
         temperature: 0 takes the likeliest token.
         top_k:   0 keeps all.
         top_p:   1 keeps all; in (0, 1].
 
-    Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p).
+    Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p); Maddison, Tarlow and Minka 2014, arXiv:1411.0030, section 2 (the
+        draw); Daliri, Musco and Suresh 2025, arXiv:2408.07978 (drafts and tokens at one number).
     """
-    for row in range(len(out)):
-        ids, weights = _candidates(logits[row, :vocab_size], temperature, top_k, top_p)
-        out[row] = ids[pick(weights, float(uniform[row]))]
+    for row, number in enumerate(uniform):
+        values = logits[row, :vocab_size]
+        if temperature == 0:
+            out[row] = values.argmax()
+            continue
+        ids = _candidates(values, temperature, top_k, top_p)
+        scores = values[ids].astype(np.float64) / temperature + _gumbel(number, ids)
+        out[row] = ids[scores.argmax()]
 
 
 def ban(logits: Array, ids: Ids) -> None:
@@ -38,29 +48,27 @@ def ban(logits: Array, ids: Ids) -> None:
     logits[:, ids] = -np.inf
 
 
-def probabilities(logits: Array, *, temperature: float, top_k: int, top_p: float) -> NDArray[np.float64]:
-    """(V,) fp64: with which probability `sampling` draws each token after logits (V,)."""
-    ids, weights = _candidates(logits, temperature, top_k, top_p)
-    result = np.zeros(len(logits))
-    result[ids] = weights / weights.sum()
-    return result
-
-
-def pick(weights: Array, uniform: float) -> int:
-    """The index at which the cumulative sum of weights, not negative, passes `uniform` of the whole; one of a positive weight."""
-    cumulative = np.cumsum(weights)
-    place = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
-    return int(min(place, np.searchsorted(cumulative, cumulative[-1])))  # the product may round up to the whole
-
-
-def _candidates(logits: Array, temperature: float, top_k: int, top_p: float) -> tuple[NDArray[np.intp], Array]:
-    """The tokens that may be drawn, likeliest first, and their probabilities times a constant, fp64."""
-    if temperature == 0:
-        return np.argmax(logits, keepdims=True), np.ones(1)
+def _candidates(logits: Array, temperature: float, top_k: int, top_p: float) -> NDArray[np.intp]:
+    """The tokens that may be drawn."""
+    if not top_k and top_p == 1:
+        return np.arange(len(logits))
     order = np.argsort(-logits, kind="stable")[: top_k or None]
+    if top_p == 1:
+        return order
     scaled = logits[order].astype(np.float64) / temperature
-    weights = np.exp(scaled - scaled[0])
-    cumulative = np.cumsum(weights)
+    cumulative = np.cumsum(np.exp(scaled - scaled[0]))
     # Ends just past the first token at which the sum reaches top_p of the whole.
-    kept = int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1 if top_p < 1 else len(order)
-    return order[:kept], weights[:kept]
+    return order[: np.searchsorted(cumulative, top_p * cumulative[-1]) + 1]
+
+
+def _gumbel(number: np.float64, ids: NDArray[np.intp]) -> NDArray[np.float64]:
+    """(n,) numbers of Gumbel's distribution, for one number and id always the same.
+
+    Source: Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195 (the hash, SplitMix).
+    """
+    z = number.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15) * (ids.astype(np.uint64) + np.uint64(1))
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    noise: NDArray[np.float64] = -np.log(-np.log(((z >> np.uint64(12)) + 0.5) * 2.0**-52))
+    return noise

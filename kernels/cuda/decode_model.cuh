@@ -34,11 +34,21 @@ struct Model {
     const float* shift(int index) const { return of<float>(index, norm1_bias, nullptr, norm2_bias, nullptr, norm_bias); }
 };
 
+// x / by without a division, which takes some 50 ns, much of a short phase: the upper half of the product with 2^32 / by, rounded up.
+// Exact for x * by < 2^32.
+struct Divisor {
+    unsigned inverse;  // 0 is 2^32, of 1
+
+    void set(int by) { inverse = 0xffffffffu / by + 1; }
+    int quotient(int x) const { return inverse ? (int)__umulhi(x, inverse) : x; }
+};
+
 // How a block shares out one product. Its units are pairs of outputs, `distance` apart: neighbours, or what SwiGLU or RoPE puts
 // together; unit u is pair blockIdx.x + u * gridDim.x. An item, a warp's work, is one of `splits` interleaved shares of the inputs of
 // a unit. Where there is more than one, a block's items are no more than its warps.
 struct Shape {
-    int outputs, inputs, distance, shift, units, splits, stages;
+    int outputs, inputs, distance, units, splits, items, stages;
+    Divisor by_distance;
 
     // size: elements of a vector. stages: vectors of an item that a lane has of either output.
     void set(int outputs_, int inputs_, int distance_, int size) {
@@ -46,26 +56,23 @@ struct Shape {
         const int blocks = gridDim.x, block = blockIdx.x, warps = blockDim.x / WARP;
         const int pairs = (outputs + 2 * distance - 1) / (2 * distance) * distance;
         const int vectors = (inputs + size * WARP - 1) / (size * WARP);  // of a lane
-        shift = 0;
-        while (1 << shift < distance) shift++;
+        by_distance.set(distance);
         units = pairs > block ? (pairs - 1 - block) / blocks + 1 : 0;
         splits = max(1, min(warps / ((pairs + blocks - 1) / blocks), vectors));
+        items = units * splits;
         stages = (vectors + splits - 1) / splits;
     }
-    // Divisions are spared where they can be: a phase is short, and each takes some 50 ns of it.
-    int first(int unit) const {
-        const int pair = blockIdx.x + unit * gridDim.x;
-        if (1 << shift == distance) return pair + (pair >> shift << shift);
-        return pair < distance ? pair : pair + pair / distance * distance;
-    }
-    int unit(int item) const { return splits == 1 ? item : item / splits; }
+    int pair(int unit) const { return blockIdx.x + unit * gridDim.x; }
+    int first(int unit) const { return pair(unit) + by_distance.quotient(pair(unit)) * distance; }
+    int second(int unit) const { return min(first(unit) + distance, outputs - 1); }  // beyond the last it is the last again
 };
 
-// Where the weights of a warp's first item of a product begin, of the first layer if it is a layer's; null where it has no item.
+// A warp's first item of a product, and where its weights begin, of the first layer if it is a layer's; null where it has none. Of a
+// later item, which there is only where an item is a unit, the unit is as much further as the item.
 template <typename T>
 struct Begin {
     const T* row[2];
-    int split;
+    int unit, split;
 };
 
 // The weights of a warp's items, of all products one after the other, DEPTH stages ahead of their use, whatever the phase.
@@ -86,10 +93,9 @@ struct WeightStream {
     // begins: [PRODUCTS] of each warp, made here.
     WeightStream(const Model<T>& model_, const Shape* shapes_, Begin<T>* begins, T* ring_)
         : model(model_), shapes(shapes_), begin(begins + threadIdx.x / WARP * PRODUCTS), ring(ring_ + threadIdx.x * SIZE), slot(0),
-          owed(DEPTH), index(-1), item(0) {
+          owed(DEPTH), index(-1), item(threadIdx.x / WARP) {
         if (threadIdx.x % WARP < PRODUCTS) {  // a lane each, once: what the divisions take is not paid in each layer
-            const int which = threadIdx.x % WARP;
-            find(begin[which], which, which == HEAD ? model.last() : which, threadIdx.x / WARP);
+            find(threadIdx.x % WARP);
         }
         __syncwarp();
         next_product();
@@ -149,35 +155,38 @@ private:
         }
     }
 
-    // Where an item's weights begin. An output beyond the last is the last again.
-    void find(Begin<T>& found, int which, int of_index, int of_item) const {
+    void find(int which) {
         const Shape& shape = shapes[which];
-        const int unit = shape.unit(of_item), first = shape.first(unit);
-        const T* const weight = model.weight(of_index);
-        const bool there = of_item < shape.units * shape.splits;
-        found.split = of_item - unit * shape.splits;
-        found.row[0] = there ? weight + (long long)first * shape.inputs : nullptr;
-        found.row[1] = weight + (long long)min(first + shape.distance, shape.outputs - 1) * shape.inputs;
+        const T* const weight = model.weight(which == HEAD ? model.last() : which);
+        Begin<T>& found = begin[which];
+        found.unit = item / shape.splits;
+        found.split = item - found.unit * shape.splits;
+        found.row[0] = item < shape.items ? weight + (long long)shape.first(found.unit) * shape.inputs : nullptr;
+        found.row[1] = weight + (long long)shape.second(found.unit) * shape.inputs;
     }
     // On to the next item, of this product or, in most cases, of the next that has one.
     void next_item() {
+        const Shape& shape = shapes[model.product(index)];
+        const int unit = item;
         item += blockDim.x / WARP;
-        const int which = model.product(index);
-        if (item >= shapes[which].units * shapes[which].splits) return next_product();
-        Begin<T> found;
-        find(found, which, index, item);
-        start(shapes[which], found, 0);
+        if (item >= shape.items) return next_product();
+        const int first = shape.first(item);
+        row[0] += (long long)(first - shape.first(unit)) * shape.inputs;
+        row[1] = row[0] + (long long)(shape.second(item) - first) * shape.inputs;
+        start(shape, 0);
     }
     void next_product() {
         item = threadIdx.x / WARP;
         while (++index <= model.last()) {
             const int which = model.product(index);
-            if (begin[which].row[0]) return start(shapes[which], begin[which], which == HEAD ? 0 : index / OF_LAYER * model.stride);
+            if (!begin[which].row[0]) continue;
+            const long long offset = which == HEAD ? 0 : index / OF_LAYER * model.stride;
+            row[0] = begin[which].row[0] + offset, row[1] = begin[which].row[1] + offset;
+            return start(shapes[which], begin[which].split);
         }
     }
-    void start(const Shape& shape, const Begin<T>& found, long long offset) {
-        row[0] = found.row[0] + offset, row[1] = found.row[1] + offset;
+    void start(const Shape& shape, int split) {
         left = shape.stages;
-        i = (found.split * WARP + threadIdx.x % WARP) * SIZE;
+        i = (split * WARP + threadIdx.x % WARP) * SIZE;
     }
 };

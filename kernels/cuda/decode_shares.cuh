@@ -176,8 +176,11 @@ void make_shares(const Attention<T, ROWS>& a, float* scratch) {
             for (int offset = LANES; offset < WARP; offset *= 2) {
                 total += __shfl_xor_sync(ALL_LANES, total, offset);
 #pragma unroll
-                for (int k = 0; k < WIDTH; k++)
-                    if (k / SIZE * LANES * SIZE < head_dim) sum[k] += __shfl_xor_sync(ALL_LANES, sum[k], offset);
+                for (int p = 0; p < Row::PARTS; p++) {
+                    if (p * LANES * SIZE >= head_dim) break;  // the whole block
+#pragma unroll
+                    for (int k = p * SIZE; k < (p + 1) * SIZE; k++) sum[k] += __shfl_xor_sync(ALL_LANES, sum[k], offset);
+                }
             }
             float* const own = of_warp + warp * (head_dim + 1);
             if (lane == 0) own[head_dim] = total;
@@ -231,5 +234,5 @@ void load_attended(float (&to)[SIZE], const Attention<T, ROWS>& a, int row, int 
         for (int j = 0; j < SIZE; j++) all_sum[j] = fmaf(sum[i][j], weight, all_sum[j]);
     }
 #pragma unroll
-    for (int j = 0; j < SIZE; j++) to[j] = all_sum[j] / all_total;
+    for (int j = 0; j < SIZE; j++) to[j] = __fdividef(all_sum[j], all_total);
 }

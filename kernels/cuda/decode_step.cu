@@ -37,29 +37,31 @@ struct Added {
 // Of one product, a row's pair of outputs after the other; finish(row, unit, a, b) gets them, and `added` of the unit is fetched by
 // fetch(unit) one item before. All warps of the block.
 template <typename T, int SIZE, int ROWS, typename Fetch, typename Finish>
-void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<T, ROWS>& block, const Shape& shape, Fetch fetch,
-              Finish finish) {
+void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<T, ROWS>& block, int which, Fetch fetch, Finish finish) {
     constexpr int DEPTH = WeightStream<T, SIZE>::DEPTH;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
-    const int items = shape.units * shape.splits, splits = shape.splits;
+    const Shape& shape = block.shape[which];
+    const Begin<T>& begin = block.begin[warp * PRODUCTS + which];
+    const int items = shape.items, splits = shape.splits, split = begin.split;
     for (int round = 0; round < items; round += warps) {  // a block's warps go round equally often, for they meet
-        const int item = round + warp, unit = shape.unit(item), split = item - unit * splits;
+        const int item = round + warp, unit = begin.unit + round;
+        float own[2] = {};  // of the lane's row
         if (item < items) {
             float sums[2][ROWS] = {};
+            int i = (split * WARP + lane) * SIZE;
 #pragma unroll 1
             for (int first = 0; first < shape.stages; first += DEPTH) {
                 const int stages = min(DEPTH, shape.stages - first);
                 weights.await(stages);
 #pragma unroll(ROWS == 1 ? 2 : 1)  // more would not fit into the registers
-                for (int s = 0; s < stages; s++) {
-                    const int i = (((first + s) * splits + split) * WARP + lane) * SIZE;
-                    if (i >= shape.inputs) break;
+                for (int s = 0; s < stages; s++, i += splits * WARP * SIZE) {
+                    const int at = min(i, shape.inputs - SIZE);  // beyond the last there are weights of 0
                     Packed<T, SIZE> w[2];
                     weights.get(s, w);
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
                         float x[SIZE];
-                        load_held<SIZE>(x, rows + r * shape.inputs, i, shape.inputs);
+                        load_held<SIZE>(x, rows + r * shape.inputs, at, shape.inputs);
 #pragma unroll
                         for (int j = 0; j < SIZE; j++)
 #pragma unroll
@@ -68,24 +70,25 @@ void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<T, ROWS>&
                 }
                 weights.release(stages);
             }
-            if (item + warps < items) weights.refill();  // else while the block waits for others
 #pragma unroll
             for (int o = 0; o < 2; o++)
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) {
                     const float sum = warp_reduce(sums[o][r], Sum());
-                    if (lane == 0) block.of_warp[warp][o][r] = sum;
+                    if (lane == r) own[o] = sum;
                 }
         }
-        if (splits > 1) __syncthreads();  // the shares, written above, are added up below by the unit's first warp, a lane a row;
-        else __syncwarp();                // here it is the warp's own
-        if (item < items && split == 0 && lane < ROWS) {
-            float a = 0.0f, b = 0.0f;
-            for (int i = 0; i < splits; i++) a += block.of_warp[warp + i][0][lane], b += block.of_warp[warp + i][1][lane];
-            finish(lane, unit, a, b);
-            if (item + warps < items) fetch(item + warps);  // then an item is a unit
+        const bool finishes = item < items && split == 0 && lane < ROWS;
+        if (splits > 1) {  // then there is one round
+            if (lane < ROWS) block.of_warp[warp][0][lane] = own[0], block.of_warp[warp][1][lane] = own[1];
+            __syncthreads();  // the shares, written above, are added up by the unit's first warp
+            for (int i = 1; finishes && i < splits; i++)
+                own[0] += block.of_warp[warp + i][0][lane], own[1] += block.of_warp[warp + i][1][lane];
         }
-        __syncwarp();  // separates these reads from the next round's writes; of several rounds a warp reads what is its own
+        if (finishes) {
+            finish(lane, unit, own[0], own[1]);
+            if (item + warps < items) fetch(unit + warps);
+        }
     }
 }
 
@@ -127,22 +130,30 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
     T* const ring = reinterpret_cast<T*>(memory);
     float* const rows = reinterpret_cast<float*>(ring + WeightStream<T, SIZE>::DEPTH * 2 * blockDim.x * SIZE);
     float* const owned = rows + row_floats;  // [units][2][ROWS] of the stream
+    // May lie in the host's memory, 2 us away: a block asks once, and for all at the same time.
+    int given = 0;
+    if (threadIdx.x < 1 + 2 * ROWS) {
+        const int i = threadIdx.x - 1;
+        given = *(i < 0 ? length : i < ROWS ? start + i : tokens + (i - ROWS));
+    }
     if (threadIdx.x < PRODUCTS) {  // a thread each, for divisions take their time
         const int which = threadIdx.x, distance = which == QKV && table ? half : which == UP && gated ? ffn : 1;
         const int up = gated ? 2 * ffn : ffn, all_heads = (heads + 2 * kv_heads) * head_dim;
         const int outputs = which == QKV ? all_heads : which == UP ? up : which == HEAD ? vocab : dim;
         block.shape[which].set(outputs, which == DOWN ? ffn : dim, distance, SIZE);
     }
-    for (int i = threadIdx.x; i < 2 * ROWS * MOST_WARPS; i += blockDim.x) block.norm_sum[0][0][i] = 0.0f;
+    block.norm.set(dim, SIZE == 1 ? 1 : 4);
     __syncthreads();  // what is written above is read by all
     WeightStream<T, SIZE> weights(model, block.shape, block.begin, ring);
-    const Tags tags(tag_memory);
+    if (threadIdx.x == 0) block.held = given;
+    else if (threadIdx.x <= ROWS) block.position[threadIdx.x - 1] = (threadIdx.x - 1) % count - given;
+    else if (threadIdx.x <= 2 * ROWS) block.token[threadIdx.x - 1 - ROWS] = given;
+    const Tags tags(tag_memory);  // the block meets, and what is written above is read by all
     // (ROWS, dim), (ROWS, H + 2 KV, D), (ROWS, ffn), and those of Attention.
     Word* const stream = words;
     Word* const qkv = stream + ROWS * dim;
     Word* const act = qkv + ROWS * (heads + 2 * kv_heads) * head_dim;
     const bool paired = SIZE == 8 && !gated;
-    const int position = lane < ROWS ? lane % count - start[lane] : 0, held = *length;
 
     Added<T> added = {};
     for (int index = 0;; index++) {
@@ -152,24 +163,27 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
         // A block without a part in the product must not wait for its rows: nobody waits for it, so they may be gone.
         const bool reads = shape.units > 0;
         const auto fetch = [&](int unit) {
+            if (which == HEAD) return;
             const int first = shape.first(unit), second = first + shape.distance;
             const T* const bias = model.bias(index);
             if (bias) added.bias[0] = bias[first];
             if (bias && second < shape.outputs) added.bias[1] = bias[second];
             if (table && which == QKV) {
-                added.cosine = table[(long long)position * 2 * half + first % half];
-                added.sine = table[((long long)position * 2 + 1) * half + first % half];
+                const int position = block.position[lane], angle = 2 * shape.pair(unit) - first;  // first % half
+                added.cosine = table[(long long)position * 2 * half + angle];
+                added.sine = table[((long long)position * 2 + 1) * half + angle];
             }
         };
         const auto fetch_first = [&] {
-            if (threadIdx.x / WARP < shape.units * shape.splits && lane < ROWS) fetch(shape.unit(threadIdx.x / WARP));
+            const int warp = threadIdx.x / WARP;
+            if (warp < shape.items && lane < ROWS) fetch(block.begin[warp * PRODUCTS + which].unit);
         };
         if (which != PROJ) fetch_first();
         if (which == PROJ) {
             const long long cached = (long long)(index / OF_LAYER) * (ROWS / count) * context * kv_heads * head_dim;
             Word* const state = words + (ROWS * (2 * dim + 2 * kv_heads * head_dim + ffn) + 1) / 2 * 2;  // two are loaded at once
             const Attention<T, ROWS> attention = {qkv, keys + cached, values + cached, state, state + 2 * ROWS * heads * SHARES,
-                                                  tag_before, tag, held, count, context, heads, kv_heads, head_dim};
+                                                  tag_before, tag, block.held, count, context, heads, kv_heads, head_dim};
             make_shares<T, SIZE, ROWS>(attention, rows);
             fetch_first();
             constexpr int PART = SIZE > 1 && ROWS == 1 ? 2 : 1;  // more rows would take too many registers
@@ -193,8 +207,8 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
                 constexpr int PART = sizeof(x) / sizeof(float);
                 if (index == 0) {
                     float at_position[PART] = {};
-                    load_floats(x, token_weight + (long long)tokens[r] * dim + i);
-                    if (position_weight) load_floats(at_position, position_weight + (long long)(r % count - start[r]) * dim + i);
+                    load_floats(x, token_weight + (long long)block.token[r] * dim + i);
+                    if (position_weight) load_floats(at_position, position_weight + (long long)block.position[r] * dim + i);
 #pragma unroll
                     for (int j = 0; j < PART; j++) x[j] += at_position[j];
                 } else {
@@ -215,9 +229,14 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
         }
         __syncthreads();  // the rows, written above, are read by all warps
         if (which == HEAD) let_next_start();  // when all blocks have come so far, and so are on the GPU
-        multiply<T, SIZE, ROWS>(weights, rows, block, shape, fetch, [&](int r, int unit, float a, float b) {
+        multiply<T, SIZE, ROWS>(weights, rows, block, which, fetch, [&](int r, int unit, float a, float b) {
             const int first = shape.first(unit), second = first + shape.distance;
-            if (which != HEAD && qkv_bias) a += to_float(added.bias[0]), b += to_float(added.bias[1]);
+            if (which == HEAD) {
+                logits[(long long)r * vocab + first] = from_float<T>(a);
+                if (second < vocab) logits[(long long)r * vocab + second] = from_float<T>(b);
+                return;
+            }
+            if (qkv_bias) a += to_float(added.bias[0]), b += to_float(added.bias[1]);
             if (which == PROJ || which == DOWN) {
                 float* const own = owned + unit * 2 * ROWS + r;
                 publish(stream + r * dim + first, own[0] += a, tag);
@@ -234,19 +253,13 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
                 b = fmaf(a, added.sine, b * added.cosine);
                 a = turned;
             }
-            const T rounded_a = from_float<T>(a), rounded_b = from_float<T>(b);
-            if (which == HEAD) {
-                logits[(long long)r * vocab + first] = rounded_a;
-                if (second < vocab) logits[(long long)r * vocab + second] = rounded_b;
-                return;
-            }
             if (which == UP && paired) {
                 publish(act + (r * ffn + first) / 2, __uint_as_float(pack(a, b)), tag);
                 return;
             }
             Word* const out = (which == QKV ? qkv : act) + r * shape.outputs;
-            publish(out + first, to_float(rounded_a), tag);
-            if (second < shape.outputs) publish(out + second, to_float(rounded_b), tag);
+            publish(out + first, to_float(from_float<T>(a)), tag);
+            if (second < shape.outputs) publish(out + second, to_float(from_float<T>(b)), tag);
         });
         if (which == HEAD) break;
         weights.refill();

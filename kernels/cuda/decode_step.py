@@ -44,7 +44,7 @@ def decode_step(
         logits: (B n, Vp), overwritten.
         norm: (B n, C), overwritten.
         tokens, start: (B, n) int32, as of embedding_forward.
-        length: () int32 in device memory: what the cache holds.
+        length: () int32: what the cache holds; like tokens and start it may be shared with the host.
         keys, values: (layers, B, context, KV, D), in/out.
         weights, parameters: by name, as products and as norms and embeddings read them; each layer's at equal distances.
         head: (Vp, C).

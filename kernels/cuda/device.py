@@ -105,6 +105,14 @@ class Device:
         self.synchronize()
         return memory  # type: ignore[no-any-return]
 
+    def allocate_shared(self, size: int) -> tuple[Array, Array]:
+        """`size` zeroed bytes of the host's memory, as the host sees them and as kernels do, over the bus."""
+        memory = cupy.cuda.alloc_pinned_memory(size)
+        host = np.frombuffer(memory, np.uint8, size)
+        host[...] = 0
+        mapped = cupy.cuda.UnownedMemory(memory.ptr, size, memory, self._device.id)
+        return host, cupy.ndarray(size, np.uint8, cupy.cuda.MemoryPointer(mapped, 0))
+
     def memory_bytes(self) -> int:
         """Free memory of the GPU."""
         return int(cupy.cuda.runtime.memGetInfo()[0])
@@ -161,11 +169,11 @@ class Device:
         array.data.memset_async(0, array.nbytes, self.stream)
 
     def copy_rows(self, target: Any, source: Any, first: int, step: int) -> None:
-        """target (n, C) = source (m, C)[first::step]."""
+        """target (n, C) = source (m, C)[first::step]; either may be shared with the host."""
         width = source.shape[1] * source.dtype.itemsize
-        origin, to_device = source.data.ptr + first * width, 3
+        origin, from_anywhere = source.data.ptr + first * width, cupy.cuda.runtime.memcpyDefault
         cupy.cuda.runtime.memcpy2DAsync(
-            target.data.ptr, width, origin, step * width, width, target.shape[0], to_device, self.stream.ptr
+            target.data.ptr, width, origin, step * width, width, target.shape[0], from_anywhere, self.stream.ptr
         )
 
     def replay(self, key: Hashable, work: Callable[[], None]) -> None:

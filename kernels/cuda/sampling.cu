@@ -2,20 +2,21 @@
 //
 //     greedy:  out = the id of the largest logit, the smallest id among equals
 //     draw:    candidates are ranked by logit, the smaller id first among equals; the first top_k of them stay (0: all), then the
-//              shortest prefix that has the share top_p of their probability; out = the first whose cumulative probability,
-//              among those that stay, exceeds uniform
+//              shortest prefix that has the share top_p of their probability; of those that stay,
+//              out = argmax(logit / temperature - log(-log(u))), u in (0, 1) a hash of the row's `uniform` and the id
 //
 // Layout: logits of T (rows, width), of which columns from vocab_size on take no part; uniform fp64 and out int32 (rows,).
-// Work: a block owns a row. Nothing is sorted but a handful: each of the three cuts is a place in the ranking at which a running
+// Work: a block owns a row. Nothing is sorted but a handful: each of the two cuts is a place in the ranking at which a running
 //       sum (of ones, or of probabilities) reaches a target. An element's rank is one integer, its code; the place is found
 //       bit by bit from the top, each by one sum over the row, until a block can sort the few codes that are left in question.
 //       A row without a candidate (each logit -infinity or NaN) gives 0.
-// Precision: probabilities and their sums in fp64. Determinism: sums have a fixed order; the atomic counter only hands out places
+// Precision: probabilities, their sums, and what is added to logits in fp64. Determinism: sums have a fixed order; the atomic counter only hands out places
 //            in an array that is sorted next.
-// Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p).
+// Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p); Maddison, Tarlow and Minka 2014, arXiv:1411.0030, section 2 (the draw);
+//         Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195 (the hash).
 
 #include "overlap.cuh"
-#include "reduce.cuh"
+#include "vectors.cuh"
 
 using Code = unsigned long long;
 
@@ -23,9 +24,15 @@ constexpr int BLOCK = 1024;
 constexpr unsigned SIGN = 0x80000000u;
 constexpr Code NO_CODE = 0;
 constexpr float LOWEST = -3.402823466e38f;  // the least number; -infinity and NaN do not reach it
+constexpr double MINUS_INFINITY = -1.0 / 0.0;
+constexpr int NOWHERE = 0x7FFFFFFF;  // behind every id
 
 struct Larger {
-    Code operator()(Code a, Code b) const { return a > b ? a : b; }
+    template <typename V>
+    V operator()(V a, V b) const { return a > b ? a : b; }
+};
+struct Smaller {
+    int operator()(int a, int b) const { return min(a, b); }
 };
 
 // Codes are ordered as the ranking is, the first the largest: the logit above, as an integer of the same order; below it the id,
@@ -57,12 +64,32 @@ void over_row(const T* row, int vocab_size, Visit visit) {
 // The code of the likeliest, NO_CODE where there is no candidate.
 template <typename T, int SIZE>
 Code first_of(const T* row, int vocab_size) {
-    float best = 0.0f;
-    int place = -1;
-    over_row<T, SIZE>(row, vocab_size, [&](float x, int id) {  // ids rise, so that the first of equals stays
-        if (place < 0 || x > best) best = x, place = id;
-    });
-    return block_reduce(place < 0 ? NO_CODE : code_of(best, place), Larger(), NO_CODE);
+    constexpr int AHEAD = 8;  // vectors under way: a row of 65,536 bf16 in one go
+    const int full = vocab_size / SIZE;
+    float best = __int_as_float(0xff800000);  // -infinity; no NaN changes a maximum
+    int place = -1;  // the first vector that has it
+    for (int first = threadIdx.x; first < full; first += AHEAD * BLOCK) {
+        Packed<T, SIZE> v[AHEAD];
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++)
+            if (first + a * BLOCK < full) v[a].load(row + (first + a * BLOCK) * SIZE);
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) {
+            if (first + a * BLOCK >= full) break;
+            float largest = v[a](0);
+#pragma unroll
+            for (int j = 1; j < SIZE; j++) largest = fmaxf(largest, v[a](j));
+            if (largest > best) best = largest, place = first + a * BLOCK;
+        }
+    }
+    Code code = NO_CODE;
+    const auto take = [&](int id) {
+        const float x = to_float(row[id]);
+        if (x >= LOWEST) code = max(code, code_of(x, id));
+    };
+    for (int j = 0; place >= 0 && j < SIZE; j++) take(place * SIZE + j);
+    for (int id = full * SIZE + threadIdx.x; id < vocab_size; id += BLOCK) take(id);
+    return block_reduce(code, Larger(), NO_CODE);
 }
 
 // What an element adds to a running sum.
@@ -130,10 +157,10 @@ inline double block_scan(double value) {
     return before + sum;
 }
 
-// The code of the first element, in the order of the ranking, at which the running sum of `measure` reaches `target`, or exceeds
-// it where it must; the last element where rounding lets none. Only the `count` codes from `lowest` on take part, at least one.
+// The code of the first element, in the order of the ranking, at which the running sum of `measure` reaches `target`; the last
+// element where rounding lets none. Only the `count` codes from `lowest` on take part, at least one.
 template <typename T, int SIZE, typename Measure>
-Code find(const T* row, int vocab_size, Code lowest, int count, double target, bool exceed, Measure measure) {
+Code find(const T* row, int vocab_size, Code lowest, int count, double target, Measure measure) {
     __shared__ Code codes[BLOCK];
     __shared__ int places;
     // In question are codes of [first, first + 2^(bit + 1)): `count` elements, at least one; `above` is the sum beyond them.
@@ -144,7 +171,7 @@ Code find(const T* row, int vocab_size, Code lowest, int count, double target, b
         const Code half = Code(1) << bit, middle = first + half;
         const Total upper = total_between<T, SIZE>(row, vocab_size, max(middle, lowest), middle + (half - 1), measure);
         const double sum = above + upper.sum;
-        if (upper.count == count || (exceed ? sum > target : sum >= target)) {
+        if (upper.count == count || sum >= target) {
             first = middle;
             count = upper.count;
         } else {
@@ -165,8 +192,17 @@ Code find(const T* row, int vocab_size, Code lowest, int count, double target, b
     sort_descending(codes);
     const bool taken = (int)threadIdx.x < count;
     const double sum = above + block_scan(taken ? measure(logit_of(codes[threadIdx.x])) : 0.0);
-    const int before = __syncthreads_count(taken && !(exceed ? sum > target : sum >= target));
+    const int before = __syncthreads_count(taken && sum < target);
     return codes[min(before, count - 1)];
+}
+
+// What is added to the logit of a token: its distribution is Gumbel's, and for one `uniform` the same whatever the logits.
+inline double gumbel(double uniform, int id) {
+    Code z = (Code)__double_as_longlong(uniform) + 0x9E3779B97F4A7C15ull * (id + 1ull);
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    return -log(-log(((double)(z >> 12) + 0.5) * 0x1p-52));
 }
 
 template <typename T, int SIZE>
@@ -180,26 +216,29 @@ template <typename T, int SIZE>
 __global__ void __launch_bounds__(BLOCK)
     sampling_draw(int* out, const T* logits, const double* uniform, int width, int vocab_size, double inverse_temperature,
                   int top_k, double top_p) {
+    const double share = uniform[blockIdx.x];  // may lie in the host's memory: on its way meanwhile
     wait_for_previous();
     const T* row = logits + (long long)blockIdx.x * width;
-    const Code best = first_of<T, SIZE>(row, vocab_size);
-    if (best == NO_CODE) {  // the whole block
-        if (threadIdx.x == 0) out[blockIdx.x] = 0;
-        return;
-    }
-    const Probability probability = {logit_of(best), inverse_temperature};
     constexpr Code FIRST_OF_ALL = ~NO_CODE;
     Code lowest = NO_CODE;
     if (top_k > 0 && top_k < vocab_size) {
         const int candidates = total_between<T, SIZE>(row, vocab_size, lowest, FIRST_OF_ALL, One()).count;
-        if (top_k < candidates) lowest = find<T, SIZE>(row, vocab_size, lowest, candidates, top_k, false, One());
+        if (top_k < candidates) lowest = find<T, SIZE>(row, vocab_size, lowest, candidates, top_k, One());
     }
-    Total kept = total_between<T, SIZE>(row, vocab_size, lowest, FIRST_OF_ALL, probability);
     if (top_p < 1.0) {
-        lowest = find<T, SIZE>(row, vocab_size, lowest, kept.count, top_p * kept.sum, false, probability);
-        kept = total_between<T, SIZE>(row, vocab_size, lowest, FIRST_OF_ALL, probability);
+        const Code best = first_of<T, SIZE>(row, vocab_size);
+        const Probability probability = {logit_of(best), inverse_temperature};
+        const Total kept = total_between<T, SIZE>(row, vocab_size, lowest, FIRST_OF_ALL, probability);
+        if (kept.count) lowest = find<T, SIZE>(row, vocab_size, lowest, kept.count, top_p * kept.sum, probability);
     }
-    const double target = uniform[blockIdx.x] * kept.sum;
-    const Code drawn = find<T, SIZE>(row, vocab_size, lowest, kept.count, target, true, probability);
-    if (threadIdx.x == 0) out[blockIdx.x] = id_of(drawn);
+    double most = MINUS_INFINITY;
+    int place = NOWHERE;
+    over_row<T, SIZE>(row, vocab_size, [&](float x, int id) {
+        if (code_of(x, id) < lowest) return;
+        const double score = x * inverse_temperature + gumbel(share, id);
+        if (score > most) most = score, place = id;
+    });
+    const double largest = block_reduce(most, Larger(), MINUS_INFINITY);
+    const int drawn = block_reduce(most == largest ? place : NOWHERE, Smaller(), NOWHERE);
+    if (threadIdx.x == 0) out[blockIdx.x] = drawn == NOWHERE ? 0 : drawn;
 }

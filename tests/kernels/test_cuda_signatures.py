@@ -4,6 +4,7 @@ The launchers run on a device that launches nothing: kernels.cuda.launch checks 
 that the instance is one of those that are compiled. Afterwards each of those must have been launched.
 """
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -16,6 +17,7 @@ pytest.importorskip("cupy")
 
 from kernels.config import ModelConfig
 from kernels.cpu import CpuOps
+from kernels.cuda.compile import FOLDER
 from kernels.cuda.launch import BF16, FLOAT, TENSOR_MAP, Kernel, Template, arguments
 from kernels.parameters import flat_size, named, parameter_table
 
@@ -294,3 +296,22 @@ def test_every_instance_is_launched() -> None:
         for kernel in (value for value in vars(module).values() if isinstance(value, Kernel)):
             dead = [kernel.expression(template) for template in kernel.instances if (kernel, template) not in launched]
             assert not dead, f"{module.__name__}: never launched: {dead}"
+
+
+# A constant that a launcher repeats and a kernel has changed: memory of another size than the kernel writes.
+def test_decode_step_repeats_the_kernels_constants() -> None:
+    decode_step, decode_attention = (import_module(f"kernels.cuda.{name}") for name in ("decode_step", "decode_attention"))
+    files = ("decode_model", "decode_rows", "decode_shares", "reduce")
+    text = "".join((FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in files)
+
+    def constant(name: str) -> str:
+        """What the first declaration of a constant sets it to."""
+        found = re.search(rf"constexpr int (?:[^;]*, )?{name} = ([^,;]+)", text)
+        assert found, f"the kernel has no {name}"
+        return found[1]
+
+    for name in ("WARP", "DEPTH", "SHARES", "AHEAD"):
+        assert constant(name) == str(getattr(decode_step, f"_{name}")), name
+    assert constant("LARGEST_HEAD_DIM") == str(decode_attention.LARGEST_HEAD_DIM)
+    assert constant("LANES") == f"SIZE == 8 ? {decode_step._LANES} : 16"
+    assert constant("MOST_THREADS") == f"SIZE == 1 ? 256 : {decode_step._THREADS[0]}"

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from kernels.config import ModelConfig, Numerics
-from kernels.memory import ALIGNMENT_BYTES, Arena, Buffer, activation_plan, check_fits, memory_plan, parameter_plan, report
+from kernels.memory import (
+    ALIGNMENT_BYTES,
+    Arena,
+    Buffer,
+    Exchange,
+    activation_plan,
+    check_fits,
+    memory_plan,
+    parameter_plan,
+    report,
+)
 from tests.gradient_check import MODELS
 
 FLOAT32 = np.dtype(np.float32)
@@ -113,3 +123,13 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
         check_fits(plan, 8, sum(buffer.total_bytes for buffer in memory_plan(config, Numerics(), 4)))
     with pytest.raises(ValueError, match="no micro_batch fits"):
         check_fits(plan, 8, 1000)
+
+
+# Host and device each with memory of its own: a token that is read anew for ever.
+def test_exchange_is_one_memory() -> None:
+    plan, memory = [Buffer("a", "k", (3,), FLOAT32), Buffer("b", "k", (2,), FLOAT32)], np.zeros(3 * ALIGNMENT_BYTES, np.uint8)
+    exchange = Exchange(plan, lambda size: (memory[:size], memory[:size]))
+    exchange.host.view("a", (3,))[...] = 1
+    exchange.host.view("b", (2,))[...] = 2
+    np.testing.assert_array_equal(exchange.device.view("a", (3,)), np.ones(3))
+    np.testing.assert_array_equal(exchange.device.view("b", (1,)), [2])
