@@ -24,8 +24,6 @@ constexpr int BLOCK = 1024;
 constexpr unsigned SIGN = 0x80000000u;
 constexpr Code NO_CODE = 0;
 constexpr float LOWEST = -3.402823466e38f;  // the least number; -infinity and NaN do not reach it
-constexpr double MINUS_INFINITY = -1.0 / 0.0;
-constexpr int NOWHERE = 0x7FFFFFFF;  // behind every id
 
 struct Larger {
     template <typename V>
@@ -220,6 +218,8 @@ __global__ void __launch_bounds__(BLOCK)
     wait_for_previous();
     const T* row = logits + (long long)blockIdx.x * width;
     constexpr Code FIRST_OF_ALL = ~NO_CODE;
+    constexpr double MINUS_INFINITY = -1.0 / 0.0;
+    constexpr int NOWHERE = 0x7FFFFFFF;  // behind every id
     Code lowest = NO_CODE;
     if (top_k > 0 && top_k < vocab_size) {
         const int candidates = total_between<T, SIZE>(row, vocab_size, lowest, FIRST_OF_ALL, One()).count;
