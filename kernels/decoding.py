@@ -63,30 +63,27 @@ class Decoding:
         choose, key = self._choice(uniform, banned, temperature, top_k, top_p)
 
         def work() -> None:
-            norm = self._arena.view("branch", (place + 1, self.config.dim))[place:]
-            for k in range(1, self.config.mtp_heads):
-                choose(self._model.head_logits(k, norm), k - 1)
+            choose(self._model.further_logits(self._arena.view("branch", (place + 1, self.config.dim))[place:]))
 
         self.ops.replay(("draft", place, key), work)
         return self._drawn(len(uniform))
 
     def _choice(
         self, uniform: Array, banned: Array, temperature: float, top_k: int, top_p: float
-    ) -> tuple[Callable[[Array, int], None], Any]:
-        """What draws after each row of some logits, the first at the given one of `uniform`; and what tells it from others."""
+    ) -> tuple[Callable[[Array], None], Any]:
+        """What draws after each row of some logits, (count, Vp) as there are `uniform`; and what tells it from others."""
         vocab_size, shapes, view = self.config.vocab_size, (uniform.shape, banned.shape), self._exchange.device.view
         for name, values in (("uniform", uniform), ("banned", banned)):
             if len(values):
                 self._exchange.host.view(name, values.shape)[...] = values
 
-        def choose(logits: Array, first: int) -> None:
-            rows = slice(first, first + len(logits))
-            drawn, draws = (view(name, shapes[0])[rows] for name in ("drawn", "uniform"))
+        def choose(logits: Array) -> None:
             if len(banned):
                 self.ops.ban(logits, view("banned", shapes[1]))
             self.ops.sampling(
-                drawn, logits, draws, vocab_size=vocab_size, temperature=temperature, top_k=top_k, top_p=top_p
-            )
+                view("drawn", shapes[0]), logits, view("uniform", shapes[0]), vocab_size=vocab_size, temperature=temperature,
+                top_k=top_k, top_p=top_p,
+            )  # fmt: skip
 
         return choose, (len(banned), temperature, top_k, top_p)
 
@@ -96,11 +93,11 @@ class Decoding:
         return self._exchange.host.view("drawn", (count,)).copy()
 
     def _append(
-        self, tokens: Array, cache: Cache, last: int, then: Callable[[Array, int], None] | None = None, key: Any = None
+        self, tokens: Array, cache: Cache, last: int, then: Callable[[Array], None] | None = None, key: Any = None
     ) -> Array:
         """Read tokens (B, n) into the cache; head 0's logits (B * last, Vp) after the last of them.
 
-        `then` does something with the logits, from their row 0 on, in the same graph; `key` tells one such thing from another.
+        `then` does something with the logits, in the same graph; `key` tells one such thing from another.
         """
         assert len(tokens) == 1 or last == 1
         (batch, count), context = tokens.shape, self.config.context
@@ -127,7 +124,7 @@ class Decoding:
                 self.ops.copy_rows(rows, norm, count - last, count if last == 1 else 1)
                 logits = model.head_logits(0, rows)
             if then is not None:
-                then(logits, 0)
+                then(logits)
 
         if count == last:  # prompts, of any length, are not worth a graph each
             self.ops.replay(("decode", tokens.shape, key, id(cache)), work)

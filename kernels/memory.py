@@ -143,8 +143,8 @@ def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtyp
         Buffer("correct", "inputs", (rows,), np.dtype(np.bool_)),
         Buffer("taken", "inputs", (1 + 2 * rows,), integer),
         Buffer("appended", EXCHANGED, (1 + 2 * rows,), integer),
-        Buffer("drawn", EXCHANGED, (max(rows, heads),), integer),
-        Buffer("uniform", EXCHANGED, (max(rows, heads),), np.dtype(np.float64)),
+        Buffer("drawn", EXCHANGED, (rows,), integer),
+        Buffer("uniform", EXCHANGED, (rows,), np.dtype(np.float64)),
         Buffer("banned", EXCHANGED, (config.vocab_size,), integer),
     ]
     if training:

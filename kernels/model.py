@@ -149,6 +149,13 @@ class Transformer:
         self.ops.matmul_forward(logits, norm, self._head(self.weights, k))
         return logits
 
+    def further_logits(self, norm: Array) -> Array:
+        """Logits (K - 1, Vp) of heads 1 .. K - 1 after one position, norm (1, C), by one product; others overwrite them."""
+        c, heads = self.config, self.weights["head.weight"]
+        logits = self._logits(c.mtp_heads - 1)
+        self.ops.matmul_forward(logits.reshape(1, -1), norm, heads[not c.tied_head :].reshape(-1, c.dim))
+        return logits
+
     def head_backward(self, dnorm: Array, k: int, dlogits: Array, norm: Array) -> None:
         """Add head k's gradient and, to what the heads before it gave, that of its input: head 0 overwrites dnorm."""
         head, dhead = self._head(self.weights, k), self._head(self.grads, k)

@@ -10,6 +10,7 @@ import pytest
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import Engine
 from kernels.generation import Sampling, Speculation, generate
+from tests.cuda import gpu
 
 VOCAB, CONTEXT = 40, 12
 GREEDY, LIKELIEST = Sampling(temperature=0), Sampling(temperature=0.8, top_k=6, top_p=0.95)
@@ -20,9 +21,9 @@ GPT2 = ModelConfig(
 SMALL = ModelConfig(8, 1, 2, 1, 8, 8, 6, mtp_heads=3)
 
 
-def untrained(config: ModelConfig, scale: float = 4) -> Engine:
+def untrained(config: ModelConfig, scale: float = 4, numerics: Numerics | None = None, device: str = "cpu") -> Engine:
     """Random weights, larger than those of the start, where all logits are nearly equal: the heads draft at random."""
-    engine = Engine(config, Numerics(), micro_batch=1, threads=1, seed=3, training=False)
+    engine = Engine(config, numerics or Numerics(), micro_batch=1, device=device, threads=1, seed=3, training=False)
     engine.load({name: weight * scale for name, weight in engine.weights().items()})
     return engine
 
@@ -65,7 +66,7 @@ def test_draws_and_drafts_are_their_heads(both: Engine, how: Sampling) -> None:
     drawn = both.draw(tokens, cache, uniform[:3], banned, last=3, **settings)
     drafts = [both.draft(place, uniform[place + 1 : place + heads], banned, **settings) for place in (2, 0, 1)]
     assert cache.length == 9
-    alone = Engine(replace(both.config, mtp_heads=1, tied_head=False), Numerics(), micro_batch=1, threads=1, training=False)
+    alone = untrained(replace(both.config, mtp_heads=1, tied_head=False))
     tied = both.config.tied_head
     stacked = np.concatenate([weights["tok.weight"][None], weights["head.weight"]]) if tied else weights["head.weight"]
     for k in range(heads):
@@ -93,6 +94,19 @@ def test_ids_are_those_of_plain_decoding(both: Engine, length: int, how: Samplin
         banned = plain[::5]
         plain = written(both, prompt, how, speculative=False, max_tokens=2 * CONTEXT, banned=banned)
         assert written(both, prompt, how, max_tokens=2 * CONTEXT, banned=banned) == plain
+
+
+# The GPU's own: a pass over drafts that rounds otherwise than one token does, a number that host and device do not share in time.
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("how", [GREEDY, LIKELIEST, Sampling(seed=7)])
+def test_ids_on_a_gpu(how: Sampling, precision: Any) -> None:
+    gpu()
+    engine = untrained(EULER, numerics=Numerics(precision=precision), device="cuda")
+    for length in (1, CONTEXT - 2, CONTEXT + 3):
+        prompt = np.random.default_rng(length).integers(VOCAB, size=length).tolist()
+        plain = written(engine, prompt, how, speculative=False, max_tokens=4 * CONTEXT, banned=[3])
+        assert written(engine, prompt, how, max_tokens=4 * CONTEXT, banned=[3]) == plain
 
 
 # A context smaller than the drafts leaves no room for them; 0 tokens kept of it would be an empty array.
