@@ -18,7 +18,7 @@ from kernels.decoding import Decoding
 from kernels.devices import open_ops
 from kernels.memory import EXCHANGED, Arena, Exchange, check_fits, plan, report
 from kernels.model import Transformer
-from kernels.parameters import decay_runs, initial_weights, named, parameter_table
+from kernels.parameters import initial_weights, named, parameter_table, run_flags
 
 Array = np.ndarray[Any, Any]
 
@@ -83,6 +83,7 @@ class Engine(Decoding):
         self.ops = open_ops(device, numerics, threads=threads, dtype=dtype)
         self.config, self.micro_batch, self.training, self.device = config, micro_batch, training, self.ops.name
         self._table, self._step = parameter_table(config), 0
+        self._first = True  # whether the next micro-batch is its update's first, which overwrites the products' gradients
         self._plan = plan(config, numerics, micro_batch, self.ops, training=training)
         check_fits(self._plan, micro_batch, self.ops.memory_bytes())
         self._arena = Arena([buffer for buffer in self._plan if buffer.kind != EXCHANGED], self.ops.allocate)
@@ -95,7 +96,7 @@ class Engine(Decoding):
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.view("workspace", self._plan[-1].shape))
         if training:
-            self.ops.upload(self._flat["decays"], decay_runs(self._table))
+            self.ops.upload(self._flat["flags"], run_flags(self._table))
         if seed is not None:
             self.load(initial_weights(config, seed))
 
@@ -132,7 +133,7 @@ class Engine(Decoding):
         return self._weights[name]
 
     def gradients(self) -> dict[str, Array]:
-        """A copy of the gradients accumulated since the last update, by parameter name."""
+        """A copy of the gradients of the micro-batches since the last update, of which there is one, by parameter name."""
         return {name: self.ops.download(grad) for name, grad in self._grads.items()}
 
     def micro_step(self, batch: Batch, head_scale: Array) -> None:
@@ -149,9 +150,12 @@ class Engine(Decoding):
             self._input("loss_weight", weight),
             self._input("nll_weight", weight * np.asarray(head_scale, np.float64)[:, None]),
         )
-        self.ops.replay(("micro_step", tokens.shape), lambda: self._forward_backward(tokens, start, *inputs))
+        first, self._first = self._first, False
+        self.ops.replay(("micro_step", tokens.shape, first), lambda: self._forward_backward(tokens, start, *inputs, first))
 
-    def _forward_backward(self, tokens: Array, start: Array, targets: Array, loss_weight: Array, nll_weight: Array) -> None:
+    def _forward_backward(
+        self, tokens: Array, start: Array, targets: Array, loss_weight: Array, nll_weight: Array, first: bool
+    ) -> None:
         norm, sums = self._model.forward(tokens, start), self._arena.view("nll_sums", (self.config.mtp_heads,))
         nll = self._arena.view("nll", (norm.shape[0],))
         dnorm, vocab_size = self._arena.view("dnorm", norm.shape), self.config.vocab_size
@@ -159,9 +163,9 @@ class Engine(Decoding):
             for part in self._parts(norm):
                 logits = self._model.head_logits(k, norm[part])
                 self.ops.cross_entropy_backward(logits, nll[part], targets[k, part], nll_weight[k, part], vocab_size=vocab_size)
-                self._model.head_backward(dnorm[part], k, logits, norm[part])
+                self._model.head_backward(dnorm[part], k, logits, norm[part], add=not first or part.start > 0)
             self.ops.weighted_sum_forward(sums[k : k + 1].reshape(()), nll, loss_weight[k])
-        self._model.backward(dnorm, tokens, start)
+        self._model.backward(dnorm, tokens, start, add=not first)
 
     def _parts(self, norm: Array) -> list[slice]:
         """The rows of norm in parts whose logits fit their buffer."""
@@ -176,25 +180,27 @@ class Engine(Decoding):
         """Sum gradients and losses over all ranks; one device has nothing to sum."""
 
     def update(self, optimizer: AdamW, lr: float, meanwhile: Callable[[], None] = lambda: None) -> Update:
-        """Clip the accumulated gradient, apply AdamW once and clear the gradient.
+        """Clip the accumulated gradient and apply AdamW once; the next micro-batch begins a new gradient.
 
-        A gradient whose norm is not finite is neither applied nor cleared, so that first_nonfinite can name its tensor.
+        One whose norm is not finite is not applied and goes on, so that first_nonfinite can name its tensor.
         `meanwhile` is called before the results are waited for: a GPU computes on.
         """
+        assert not self._first, "update: there is no micro-batch"
         norm, sums = self._arena.view("grad_norm", ()), self._arena.view("nll_sums", (self.config.mtp_heads,))
         rate, step = self._input("lr", np.float64(lr)), self._input("step", np.int64(self._step + 1))
         self.ops.replay(("update", optimizer), lambda: self._clip_and_apply(optimizer, norm, rate, step))
         meanwhile()
         update = Update(self.ops.download(sums), float(self.ops.download(norm)))
         self.ops.upload(sums, 0.0)
-        self._step += bool(np.isfinite(update.grad_norm))
+        self._first = bool(np.isfinite(update.grad_norm))
+        self._step += self._first
         return update
 
     def _clip_and_apply(self, optimizer: AdamW, norm: Array, lr: Array, step: Array) -> None:
         flat, o = self._flat, optimizer
         self.ops.grad_norm(norm, flat["gradients"])
         self.ops.adamw(
-            flat["parameters"], flat["exp_avg"], flat["exp_avg_sq"], flat["gradients"], flat.get("weights"), flat["decays"],
+            flat["parameters"], flat["exp_avg"], flat["exp_avg_sq"], flat["gradients"], flat.get("weights"), flat["flags"],
             norm, lr, step,
             beta1=o.beta1, beta2=o.beta2, eps=o.eps,
             weight_decay=o.weight_decay, grad_clip=o.grad_clip,
@@ -236,7 +242,7 @@ class Engine(Decoding):
         self._copy_weights()
         self.ops.fill_zero(self._flat["gradients"])
         self.ops.fill_zero(self._arena.view("nll_sums", (self.config.mtp_heads,)))
-        self._step = int(state["step"])
+        self._step, self._first = int(state["step"]), True
 
     def first_nonfinite(self) -> str | None:
         """The first parameter whose value or gradient is not finite, in the order of the forward pass."""

@@ -127,7 +127,7 @@ def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any], storage: 
     names = ("parameters", "gradients", "exp_avg", "exp_avg_sq") if training else ("parameters",)
     plan = [Buffer(name, "moments" if name.startswith("exp") else name, (size,), dtype) for name in names]
     if training:
-        plan.append(Buffer("decays", "parameters", (size // RUN,), np.dtype(np.bool_)))
+        plan.append(Buffer("flags", "parameters", (size // RUN,), np.dtype(np.uint8)))
     if storage is not None and storage != dtype:
         plan.append(Buffer("weights", "parameters", (size,), storage))
     return plan

@@ -113,8 +113,11 @@ class Transformer:
         )  # fmt: skip
         return logits
 
-    def backward(self, dnorm: Array, tokens: Array, start: Array) -> None:
-        """Add the gradient of every parameter, from the gradient of forward's result; dnorm is overwritten."""
+    def backward(self, dnorm: Array, tokens: Array, start: Array, *, add: bool) -> None:
+        """Add the gradient of every parameter, from the gradient of forward's result; dnorm is overwritten.
+
+        Where not `add`, what is the weight of a block's product has its gradient overwritten.
+        """
         c, ops, (batch, length) = self.config, self.ops, tokens.shape
         rows, heads = batch * length, c.heads + 2 * c.kv_heads
         dresidual, dattended = self._rows("dresidual", rows, c.dim), self._rows("dattended", rows, c.dim)
@@ -122,11 +125,11 @@ class Transformer:
         self._norm_backward("norm", 0, dresidual, None, dnorm, f"blocks.{c.layers - 1}.down")
         for i in reversed(range(c.layers)):
             block = f"blocks.{i}."
-            self._down_backward(f"{block}down", dup, dresidual, self._up(rows, i), self._rows("act", rows, c.ffn, i))
-            self._linear_backward(f"{block}up", dnorm, dup, self._rows("norm2", rows, c.dim, i))
+            self._down_backward(f"{block}down", dup, dresidual, self._up(rows, i), self._rows("act", rows, c.ffn, i), add)
+            self._linear_backward(f"{block}up", dnorm, dup, self._rows("norm2", rows, c.dim, i), add)
             self._norm_backward(f"{block}norm2", i, dresidual, dresidual, dnorm, f"{block}proj")
             attended = self._rows("attended", rows, c.dim, i)
-            self._product_backward(f"{block}proj", dattended, dresidual, attended)
+            self._product_backward(f"{block}proj", dattended, dresidual, attended, add)
             shape = (batch, length, c.heads, c.head_dim)
             qkv_shape = (batch, length, heads, c.head_dim)
             ops.attention_backward(
@@ -139,7 +142,7 @@ class Transformer:
             )
             if self.rope is not None:
                 ops.rope_backward(dqkv.reshape(qkv_shape), start, self.rope, rotated=c.heads + c.kv_heads)
-            self._linear_backward(f"{block}qkv", dnorm, dqkv, self._rows("norm1", rows, c.dim, i))
+            self._linear_backward(f"{block}qkv", dnorm, dqkv, self._rows("norm1", rows, c.dim, i), add)
             self._norm_backward(f"{block}norm1", i, dresidual, dresidual, dnorm, f"blocks.{i - 1}.down" if i else None)
         ops.embedding_backward(self.grads["tok.weight"], self.grads.get("pos.weight"), dresidual, tokens, start)
 
@@ -156,10 +159,10 @@ class Transformer:
         self.ops.matmul_forward(logits.reshape(1, -1), norm, heads[not c.tied_head :].reshape(-1, c.dim))
         return logits
 
-    def head_backward(self, dnorm: Array, k: int, dlogits: Array, norm: Array) -> None:
-        """Add head k's gradient and, to what the heads before it gave, that of its input: head 0 overwrites dnorm."""
+    def head_backward(self, dnorm: Array, k: int, dlogits: Array, norm: Array, *, add: bool) -> None:
+        """Head k's gradient, added to what there is or not, and that of its input, added to that of the heads before it."""
         head, dhead = self._head(self.weights, k), self._head(self.grads, k)
-        self.ops.matmul_backward(dnorm, dhead, dlogits, norm, head, add_dinp=k > 0)
+        self.ops.matmul_backward(dnorm, dhead, dlogits, norm, head, add_dinp=k > 0, add_dweight=add)
 
     def _head(self, tensors: Mapping[str, Array], k: int) -> Array:
         if self.config.tied_head:
@@ -181,27 +184,27 @@ class Transformer:
     def _linear_forward(self, name: str, out: Array, inp: Array) -> None:
         self.ops.matmul_forward(out, inp, *self._linear(name))
 
-    def _linear_backward(self, name: str, dinp: Array, dout: Array, inp: Array) -> None:
-        self._product_backward(name, dinp, dout, inp)
+    def _linear_backward(self, name: str, dinp: Array, dout: Array, inp: Array, add: bool) -> None:
+        self._product_backward(name, dinp, dout, inp, add)
         if self.config.bias:
             self.ops.bias_backward(self.grads[f"{name}.bias"], dout)
 
-    def _product_backward(self, name: str, dinp: Array, dout: Array, inp: Array) -> None:
+    def _product_backward(self, name: str, dinp: Array, dout: Array, inp: Array, add: bool) -> None:
         """_linear_backward where the next norm adds the bias."""
         weight = f"{name}.weight"
-        self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, self.weights[weight])
+        self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, self.weights[weight], add_dweight=add)
 
-    def _down_backward(self, name: str, dup: Array, dout: Array, up: Array, act: Array) -> None:
+    def _down_backward(self, name: str, dup: Array, dout: Array, up: Array, act: Array, add: bool) -> None:
         """_product_backward on through the activation; with recompute act is made anew."""
         swiglu, ops, weight = self.config.mlp == "swiglu", self.ops, f"{name}.weight"
         if self.numerics.recompute == "mlp":
             (ops.swiglu_forward if swiglu else ops.gelu_forward)(act, up)
         if swiglu:
             dact = self._rows("dact", *act.shape)
-            self._product_backward(name, dact, dout, act)
+            self._product_backward(name, dact, dout, act, add)
             ops.swiglu_backward(dup, dact, up)
             return
-        ops.matmul_gelu_backward(dup, self.grads[weight], dout, act, up, self.weights[weight])
+        ops.matmul_gelu_backward(dup, self.grads[weight], dout, act, up, self.weights[weight], add_dweight=add)
 
     def _norm_buffers(self, name: str, layer: int, rows: int) -> tuple[Array, Array, list[Array]]:
         """The stream that a norm read, its output, and its saved statistics."""

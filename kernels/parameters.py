@@ -16,22 +16,25 @@ Array = np.ndarray[Any, Any]
 # RANKS of them, so that a vector load never straddles two parameters and up to RANKS processes can share the update.
 RUN = 64
 RANKS = 8
+# What an update does with a run, bits of its flag: weight decay applies; its gradient is set to zero for the next update.
+DECAYS, CLEARED = 1, 2
 # Standard deviation of GPT-2's initial weights, at its width of 768; other widths keep the variance of a product.
 INIT_STD, INIT_DIM = 0.02, 768
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor: its place in the flat arrays, whether weight decay applies, and how it begins.
+    """One tensor: its place in the flat arrays, and how it begins.
 
-    It begins normal with standard deviation std, or all ones where std is None.
+    It begins normal with standard deviation std, or all ones where std is None. product: whether it is the weight of a product,
+    whose gradient an update's first micro-batch overwrites.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: int
-    decays: bool
     std: float | None
+    product: bool
 
     @property
     def size(self) -> int:
@@ -53,9 +56,9 @@ def parameter_table(config: ModelConfig) -> list[Parameter]:
     c, table, offset = config, [], 0
     std = INIT_STD * math.sqrt(INIT_DIM / c.dim)
 
-    def add(name: str, *shape: int, std: float | None) -> None:
+    def add(name: str, *shape: int, std: float | None, product: bool = False) -> None:
         nonlocal offset
-        table.append(Parameter(name, shape, offset, decays=len(shape) > 1, std=std))
+        table.append(Parameter(name, shape, offset, std, product))
         offset += table[-1].runs * RUN
 
     def add_norm(name: str) -> None:
@@ -64,13 +67,13 @@ def parameter_table(config: ModelConfig) -> list[Parameter]:
             add(f"{name}.bias", c.dim, std=0.0)
 
     def add_linear(name: str, outputs: int, inputs: int, std: float) -> None:
-        add(f"{name}.weight", outputs, inputs, std=std)
+        add(f"{name}.weight", outputs, inputs, std=std, product=True)
         if c.bias:
             add(f"{name}.bias", outputs, std=0.0)
 
     own_heads = c.mtp_heads - c.tied_head
     if own_heads:
-        add("head.weight", own_heads, c.padded_vocab, c.dim, std=std)
+        add("head.weight", own_heads, c.padded_vocab, c.dim, std=std, product=True)
     add_norm("norm")
     for i in reversed(range(c.layers)):
         block = f"blocks.{i}."
@@ -83,7 +86,7 @@ def parameter_table(config: ModelConfig) -> list[Parameter]:
         add_norm(f"{block}norm1")
     if c.position == "learned":
         add("pos.weight", c.context, c.dim, std=std)
-    add("tok.weight", c.padded_vocab, c.dim, std=std)
+    add("tok.weight", c.padded_vocab, c.dim, std=std, product=c.tied_head)
     return table
 
 
@@ -93,12 +96,12 @@ def flat_size(table: list[Parameter]) -> int:
     return -(-end // (RUN * RANKS)) * RUN * RANKS
 
 
-def decay_runs(table: list[Parameter]) -> NDArray[np.bool_]:
-    """(flat_size / RUN,) bool: whether weight decay applies to each run."""
-    decays = np.zeros(flat_size(table) // RUN, np.bool_)
+def run_flags(table: list[Parameter]) -> NDArray[np.uint8]:
+    """(flat_size / RUN,): of each run, DECAYS where it is a matrix's, CLEARED where its gradient is not a product's."""
+    flags = np.zeros(flat_size(table) // RUN, np.uint8)
     for p in table:
-        decays[p.offset // RUN : p.offset // RUN + p.runs] = p.decays
-    return decays
+        flags[p.offset // RUN : p.offset // RUN + p.runs] = DECAYS * (len(p.shape) > 1) + CLEARED * (not p.product)
+    return flags
 
 
 def named(flat: Array, table: list[Parameter]) -> dict[str, Array]:

@@ -6,9 +6,10 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.jit import pjit
+from kernels.parameters import CLEARED, DECAYS
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Flags = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def adamw(
@@ -17,7 +18,7 @@ def adamw(
     exp_avg_sq: Array,
     grads: Array,
     copy: Array | None,
-    decays: Flags,
+    flags: Flags,
     grad_norm: Array,
     lr: Array,
     step: np.ndarray[Any, np.dtype[np.int64]],
@@ -28,7 +29,7 @@ def adamw(
     weight_decay: float,
     grad_clip: float,
 ) -> None:
-    """One update with decoupled weight decay, the gradient clipped on the way and cleared behind it.
+    """One update with decoupled weight decay, the gradient clipped on the way.
 
     Where grad_norm is not finite nothing changes at all. Otherwise:
 
@@ -38,13 +39,14 @@ def adamw(
         params     -= lr * weight_decay * params                      (where the parameter decays)
         params     -= lr * (exp_avg / (1 - beta1^step)) / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
         copy        = params                                          (rounded to the copy's type)
-        grads       = 0
+        grads       = 0                                               (where it is cleared)
 
     Args:
         params, exp_avg, exp_avg_sq: (parameters,), updated.
-        grads:     (parameters,), set to zero.
+        grads:     (parameters,), set to zero where it is cleared.
         copy:      (parameters,), overwritten: the weights as products read them; None where they read params itself.
-        decays:    (parameters / A,) bool, one for each run of A elements: whether weight decay applies to it.
+        flags:     (parameters / A,) uint8, of each run of A elements: whether it decays, kernels.parameters.DECAYS, and whether
+                   its gradient is cleared, CLEARED.
         grad_norm: () fp64, the norm of grads.
         lr:        () fp64, the learning rate of this update.
         step:      () int64, 1 at the first update.
@@ -59,20 +61,22 @@ def adamw(
         [clip, beta1, 1 - beta1, beta2, 1 - beta2, lr / correction1, 1 / correction2, eps, 1 - lr * weight_decay],
         params.dtype,
     )
-    _update(params, exp_avg, exp_avg_sq, grads, decays, scalars)
+    _update(params, exp_avg, exp_avg_sq, grads, flags, scalars)
     if copy is not None:
         copy[...] = params
 
 
 @pjit
-def _update(params, exp_avg, exp_avg_sq, grads, decays, scalars):  # type: ignore[no-untyped-def]
+def _update(params, exp_avg, exp_avg_sq, grads, flags, scalars):  # type: ignore[no-untyped-def]
     clip, beta1, rest1, beta2, rest2, rate, inverse2, eps, keep = scalars
-    run = params.size // decays.size
-    for i in prange(decays.size):
-        shrink = keep if decays[i] else params.dtype.type(1)
+    run = params.size // flags.size
+    for i in prange(flags.size):
+        shrink = keep if flags[i] & DECAYS else params.dtype.type(1)
+        cleared = flags[i] & CLEARED
         for j in range(i * run, (i + 1) * run):
             g = grads[j] * clip
-            grads[j] = 0
+            if cleared:
+                grads[j] = 0
             first = beta1 * exp_avg[j] + rest1 * g
             second = beta2 * exp_avg_sq[j] + rest2 * g * g
             exp_avg[j] = first

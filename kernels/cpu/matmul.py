@@ -41,19 +41,21 @@ def matmul_forward(out: Array, inp: Array, weight: Array, bias: Array | None = N
         bias_forward(out, out, bias)
 
 
-def matmul_backward(dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, *, add_dinp: bool = False) -> None:
+def matmul_backward(
+    dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, *, add_dinp: bool = False, add_dweight: bool = True
+) -> None:
     """Gradient of the product.
 
         dinp     = dout @ weight       (+= where add_dinp: several products of one input, as the prediction heads)
-        dweight += dout^T @ inp
+        dweight += dout^T @ inp        (= where not add_dweight: the first of several)
 
     Args:
         dinp:    (rows, inputs), overwritten, or accumulated with add_dinp.
-        dweight: (outputs, inputs), accumulated.
+        dweight: (outputs, inputs), accumulated, or overwritten without add_dweight.
         dout:    (rows, outputs).
         inp, weight: the forward pass's.
     """
-    _product(dweight, dout.T, *_panels(inp), True)
+    _product(dweight, dout.T, *_panels(inp), add_dweight)
     _product(dinp, dout, *_panels(weight), add_dinp)
 
 

@@ -24,17 +24,19 @@ def matmul_gelu_forward(act: Array, up: Array, inp: Array, weight: Array, bias: 
     gelu_forward(act, up)
 
 
-def matmul_gelu_backward(dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Array) -> None:
+def matmul_gelu_backward(
+    dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Array, *, add_dweight: bool = True
+) -> None:
     """Back through the product that reads act, out = act @ weight^T, and through the GELU.
 
-        dweight += dout^T @ act            dup = (dout @ weight) * gelu'(up)
+        dweight += dout^T @ act (= where not add_dweight)            dup = (dout @ weight) * gelu'(up)
 
     Args:
         dup:     (rows, F), overwritten.
-        dweight: (outputs, F), accumulated.
+        dweight: (outputs, F), accumulated, or overwritten without add_dweight.
         dout:    (rows, outputs).
         act, up: (rows, F), the forward pass's.
         weight:  (outputs, F).
     """
-    matmul_backward(dup, dweight, dout, act, weight)
+    matmul_backward(dup, dweight, dout, act, weight, add_dweight=add_dweight)
     gelu_backward(dup, dup, up)

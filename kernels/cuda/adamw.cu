@@ -6,18 +6,21 @@
 //     params      = params * (1 - lr * weight_decay)               (where the parameter decays)
 //                   - lr / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
 //     copy        = params, rounded to T                           (where there is a copy)
-//     grads       = 0
+//     grads       = 0                                              (where it is cleared)
 //
 // Where grad_norm is not finite nothing is written.
 //
-// Layout: params, exp_avg, exp_avg_sq, grads fp32 and copy of T, all (size,), beginning at a multiple of 16 bytes; decays bool,
-//         one for each `run` elements; grad_norm and lr fp64 and step int64, ().
-// Work: a thread owns the vectors i, i + threads of the grid, ... Every array is read and written once.
+// Layout: params, exp_avg, exp_avg_sq, grads fp32 and copy of T, all (size,), beginning at a multiple of 16 bytes; flags uint8,
+//         one for each `run` elements, of DECAYS and CLEARED; grad_norm and lr fp64 and step int64, ().
+// Work: a thread owns the vectors i, i + threads of the grid, ... Every array is read and written once, but for gradients that
+//       stay.
 // Precision: what is the same for all elements is computed in fp64, once a block; the rest in fp32, one rounding to T.
 // Determinism: no element depends on another.
 // Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
 
 #include "reduce.cuh"
+
+constexpr unsigned DECAYS = 1, CLEARED = 2;  // those of kernels/parameters.py
 
 struct Scalars {
     float clip, rate, inverse2, keep;
@@ -25,9 +28,9 @@ struct Scalars {
 
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(256)
-    adamw(float* params, float* exp_avg, float* exp_avg_sq, float* grads, T* copy, const bool* decays, const double* grad_norm,
-          const double* lr, const long long* step, unsigned vectors, unsigned run, double beta1, double beta2, double eps,
-          double weight_decay, double grad_clip) {
+    adamw(float* params, float* exp_avg, float* exp_avg_sq, float* grads, T* copy, const unsigned char* flags,
+          const double* grad_norm, const double* lr, const long long* step, unsigned vectors, unsigned run, double beta1,
+          double beta2, double eps, double weight_decay, double grad_clip) {
     const double norm = *grad_norm;
     if (!isfinite(norm)) return;  // the whole grid
     __shared__ Scalars scalars;
@@ -46,7 +49,8 @@ __global__ void __launch_bounds__(256)
     for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < vectors; i += gridDim.x * blockDim.x) {
         Floats p = reinterpret_cast<Floats*>(params)[i], g = reinterpret_cast<Floats*>(grads)[i];
         Floats first = reinterpret_cast<Floats*>(exp_avg)[i], second = reinterpret_cast<Floats*>(exp_avg_sq)[i];
-        const float shrink = decays[i / run] ? s.keep : 1.0f;
+        const unsigned flag = flags[i / run];
+        const float shrink = flag & DECAYS ? s.keep : 1.0f;
         Vector<T, SIZE> c;
 #pragma unroll
         for (int j = 0; j < SIZE; j++) {
@@ -62,7 +66,7 @@ __global__ void __launch_bounds__(256)
         reinterpret_cast<Floats*>(params)[i] = p;
         reinterpret_cast<Floats*>(exp_avg)[i] = first;
         reinterpret_cast<Floats*>(exp_avg_sq)[i] = second;
-        reinterpret_cast<Floats*>(grads)[i] = g;
+        if (flag & CLEARED) reinterpret_cast<Floats*>(grads)[i] = g;
         if (copy) reinterpret_cast<Vector<T, SIZE>*>(copy)[i] = c;
     }
 }

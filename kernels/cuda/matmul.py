@@ -41,15 +41,17 @@ def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = 
             bias_forward(device, out, out, bias)
 
 
-def matmul_backward(device: Device, dinp: Any, dweight: Any, dout: Any, inp: Any, weight: Any, *, add_dinp: bool = False) -> None:
+def matmul_backward(
+    device: Device, dinp: Any, dweight: Any, dout: Any, inp: Any, weight: Any, *, add_dinp: bool = False, add_dweight: bool = True
+) -> None:
     """See kernels.cpu.matmul.matmul_backward. dweight is fp32, all else T; dinp is rounded once, also where it accumulates."""
-    weight_gradient(device, dweight, dout, inp)
+    weight_gradient(device, dweight, dout, inp, add_dweight)
     _multiply(device, dinp, dout, weight, accumulate=add_dinp)
 
 
-def weight_gradient(device: Device, dweight: Any, dout: Any, inp: Any) -> None:
-    """dweight += dout^T @ inp, matmul_backward's first half."""
-    _multiply(device, dweight, dout, inp, transpose_a=True, accumulate=True)
+def weight_gradient(device: Device, dweight: Any, dout: Any, inp: Any, add: bool) -> None:
+    """dweight = dout^T @ inp, or += where `add`: matmul_backward's first half."""
+    _multiply(device, dweight, dout, inp, transpose_a=True, accumulate=add)
 
 
 def _multiply(

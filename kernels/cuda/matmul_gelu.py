@@ -28,13 +28,15 @@ def matmul_gelu_forward(device: Device, act: Any, up: Any, inp: Any, weight: Any
         gelu_forward(device, act, up)
 
 
-def matmul_gelu_backward(device: Device, dup: Any, dweight: Any, dout: Any, act: Any, up: Any, weight: Any) -> None:
+def matmul_gelu_backward(
+    device: Device, dup: Any, dweight: Any, dout: Any, act: Any, up: Any, weight: Any, *, add_dweight: bool = True
+) -> None:
     """See kernels.cpu.matmul_gelu.matmul_gelu_backward. dweight is fp32, all else T; in bf16 the library rounds dup once."""
     if _gelu_in_product(device, dup, up, None):
-        weight_gradient(device, dweight, dout, act)
+        weight_gradient(device, dweight, dout, act, add_dweight)
         cublaslt.multiply(device, dup, dout, weight, False, False, False, device.precision, "gelu backward", None, up)
     else:
-        matmul_backward(device, dup, dweight, dout, act, weight)
+        matmul_backward(device, dup, dweight, dout, act, weight, add_dweight=add_dweight)
         gelu_backward(device, dup, dup, up)
 
 

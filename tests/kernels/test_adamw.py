@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.cpu.adamw import adamw
+from kernels.parameters import CLEARED, DECAYS
 from tests.compare import UNIT, Array, Arrays, assert_repeats, assert_same_bits, assert_within, normal, single
 
 RUN, RUNS = 64, 9
@@ -13,7 +14,7 @@ CONSTANTS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_d
 
 
 def inputs() -> Arrays:
-    """Random parameters and moments as after some steps; every second run decays."""
+    """Random parameters and moments as after some steps; runs decay or not, and are cleared or not."""
     rng = np.random.default_rng(3)
     size = RUN * RUNS
     return {
@@ -21,7 +22,7 @@ def inputs() -> Arrays:
         "exp_avg": 0.1 * normal(rng, size),
         "exp_avg_sq": 0.01 * np.abs(normal(rng, size)),
         "grads": normal(rng, size),
-        "decays": np.arange(RUNS) % 2 == 0,
+        "flags": np.arange(RUNS, dtype=np.uint8) % 4,
         "grad_norm": np.array(0.5),
         "lr": np.array(1e-2),
         "step": np.array(7),
@@ -33,7 +34,7 @@ def run(a: Arrays, **constants: float) -> Arrays:
     params, exp_avg, exp_avg_sq, grads = (a[name].copy() for name in ("params", "exp_avg", "exp_avg_sq", "grads"))
     norm, lr = a["grad_norm"].astype(np.float64), a["lr"].astype(np.float64)
     c = {**CONSTANTS, **constants}
-    adamw(params, exp_avg, exp_avg_sq, grads, None, a["decays"], norm, lr, a["step"], **c)
+    adamw(params, exp_avg, exp_avg_sq, grads, None, a["flags"], norm, lr, a["step"], **c)
     return {"params": params, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
@@ -44,7 +45,7 @@ def paper(a: Arrays, clip: float = 1.0, **constants: float) -> Arrays:
     m = c["beta1"] * a["exp_avg"] + (1 - c["beta1"]) * g
     v = c["beta2"] * a["exp_avg_sq"] + (1 - c["beta2"]) * g**2
     m_hat, v_hat = m / (1 - c["beta1"] ** t), v / (1 - c["beta2"] ** t)
-    decay = np.repeat(a["decays"], RUN) * c["weight_decay"] * a["params"]
+    decay = (np.repeat(a["flags"], RUN) & DECAYS) * c["weight_decay"] * a["params"]
     return {"params": a["params"] - lr * (m_hat / (np.sqrt(v_hat) + c["eps"]) + decay), "exp_avg": m, "exp_avg_sq": v}
 
 
@@ -78,7 +79,7 @@ def test_first_step_has_the_length_of_the_learning_rate() -> None:
 # Norms and biases that decay towards zero.
 def test_decay_acts_where_it_should() -> None:
     a = {**inputs(), "grads": np.zeros(RUN * RUNS), "exp_avg": np.zeros(RUN * RUNS)}
-    got, decays = run(a)["params"], np.repeat(a["decays"], RUN)
+    got, decays = run(a)["params"], np.repeat(a["flags"], RUN) & DECAYS > 0
     np.testing.assert_array_equal(got[~decays], a["params"][~decays])
     assert_within("params", got[decays], a["params"][decays] * (1 - 1e-2 * 0.1), 1e-15)
 
@@ -106,12 +107,12 @@ def test_same_bits_again_and_on_one_thread() -> None:
     assert_repeats(run, inputs())
 
 
-# A gradient that the next update adds to; or one element that is cleared before it is used.
+# A gradient that the next update adds to, one that is cleared for nothing, or an element that is cleared before it is used.
 def test_gradient_is_cleared() -> None:
     a = {**inputs(), "copy": np.full(RUN * RUNS, np.nan, np.float32)}
-    params, scalars = a["params"], (a["decays"], a["grad_norm"], a["lr"], a["step"])
+    params, before, scalars = a["params"], a["grads"].copy(), (a["flags"], a["grad_norm"], a["lr"], a["step"])
     adamw(params, a["exp_avg"], a["exp_avg_sq"], a["grads"], a["copy"], *scalars, **CONSTANTS)
-    assert not a["grads"].any()
+    assert_same_bits({"grads": a["grads"]}, {"grads": np.where(np.repeat(a["flags"], RUN) & CLEARED, 0, before)})
     # The weights that products read lag behind by an update, or are never written.
     assert_same_bits({"copy": a["copy"]}, {"copy": params.astype(np.float32)})
 
@@ -121,6 +122,6 @@ def test_gradient_is_cleared() -> None:
 def test_nothing_changes_where_the_norm_is_not_finite(norm: float) -> None:
     a = {**inputs(), "copy": np.ones(RUN * RUNS), "grad_norm": np.array(norm)}
     before = {name: array.copy() for name, array in a.items()}
-    arrays = (a[name] for name in ("params", "exp_avg", "exp_avg_sq", "grads", "copy", "decays", "grad_norm", "lr", "step"))
+    arrays = (a[name] for name in ("params", "exp_avg", "exp_avg_sq", "grads", "copy", "flags", "grad_norm", "lr", "step"))
     adamw(*arrays, **CONSTANTS)
     assert_same_bits(a, before)

@@ -19,7 +19,7 @@ from kernels.config import ModelConfig
 from kernels.cpu import CpuOps
 from kernels.cuda.compile import FOLDER
 from kernels.cuda.launch import BF16, FLOAT, TENSOR_MAP, Kernel, Template, arguments
-from kernels.parameters import flat_size, named, parameter_table
+from kernels.parameters import CLEARED, DECAYS, flat_size, named, parameter_table
 
 ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -172,7 +172,7 @@ def product_calls(m: Maker, s: Sizes) -> Calls:
     for few in range(1, 5):
         yield "matmul_forward", (t(few, s.padded_vocab), t(few, dim), weight, t(s.padded_vocab)), {}
     for add in (False, True):
-        yield "matmul_backward", (inp, f(s.padded_vocab, dim), out, inp, weight), {"add_dinp": add}
+        yield "matmul_backward", (inp, f(s.padded_vocab, dim), out, inp, weight), {"add_dinp": add, "add_dweight": not add}
 
 
 def attention_calls(m: Maker, s: Sizes) -> Calls:
@@ -217,7 +217,7 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
     constants = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
     flat = (f(size), f(size), f(size), f(size))
     for copy in (None, m.stored(size)):
-        scalars = (array((6,), np.bool_), double, double, array((), np.int64))
+        scalars = (array((6,), np.uint8), double, double, array((), np.int64))
         yield "adamw", (*flat, copy, *scalars), constants
     for count in (rows * s.dim, 7):
         yield "rounding", (array((count,), BF16), f(count)), {}
@@ -299,7 +299,7 @@ def test_every_instance_is_launched() -> None:
 
 
 # A constant that a launcher repeats and a kernel has changed: memory of another size than the kernel writes.
-def test_decode_step_repeats_the_kernels_constants() -> None:
+def test_launchers_repeat_the_kernels_constants() -> None:
     decode_step, decode_attention = (import_module(f"kernels.cuda.{name}") for name in ("decode_step", "decode_attention"))
     files = ("decode_model", "decode_rows", "decode_shares", "reduce")
     text = "".join((FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in files)
@@ -312,6 +312,8 @@ def test_decode_step_repeats_the_kernels_constants() -> None:
 
     for name in ("WARP", "DEPTH", "SHARES", "AHEAD"):
         assert constant(name) == str(getattr(decode_step, f"_{name}")), name
+    adamw = (FOLDER / "adamw.cu").read_text(encoding="utf-8")
+    assert f"constexpr unsigned DECAYS = {DECAYS}, CLEARED = {CLEARED};" in adamw
     assert constant("LARGEST_HEAD_DIM") == str(decode_attention.LARGEST_HEAD_DIM)
     assert constant("LANES") == f"SIZE == 8 ? {decode_step._LANES} : 16"
     assert constant("MOST_THREADS") == f"SIZE == 1 ? 256 : {decode_step._THREADS[0]}"

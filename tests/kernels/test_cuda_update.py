@@ -124,10 +124,10 @@ CONSTANTS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_d
 
 
 def update_inputs(run: int, runs: int) -> Arrays:
-    """Three gradients; every second run decays."""
+    """Three gradients; runs decay or not, and are cleared or not."""
     rng, size = np.random.default_rng([run, runs]), run * runs
     grads = {f"grads{step}": normal(rng, size) for step in (1, 2, 3)}
-    return {"params": normal(rng, size), "decays": np.arange(runs) % 2 == 0, **grads}
+    return {"params": normal(rng, size), "flags": np.arange(runs, dtype=np.uint8) % 4, **grads}
 
 
 def updates(side: Side, a: Arrays, grad_clip: float, copies: bool = True) -> Arrays:
@@ -135,11 +135,11 @@ def updates(side: Side, a: Arrays, grad_clip: float, copies: bool = True) -> Arr
     size = a["params"].size
     params, exp_avg, exp_avg_sq = side.single(a["params"]), side.single(np.zeros(size)), side.single(np.zeros(size))
     copy = side.stored(np.full(size, np.nan)) if copies else None
-    decays, lr = side.same(a["decays"]), side.same(np.array(1e-2))
+    flags, lr = side.same(a["flags"]), side.same(np.array(1e-2))
     for step in (1, 2, 3):
         grads, norm = side.single(a[f"grads{step}"]), side.same(np.array(1.5 * step))
         side(
-            adamw, params, exp_avg, exp_avg_sq, grads, copy, decays, norm, lr, side.same(np.array(step, np.int64)),
+            adamw, params, exp_avg, exp_avg_sq, grads, copy, flags, norm, lr, side.same(np.array(step, np.int64)),
             **CONSTANTS, grad_clip=grad_clip,
         )  # fmt: skip
     result = {"params": params, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grads": grads}
@@ -174,7 +174,7 @@ def test_adamw_changes_nothing_where_the_norm_is_not_finite(norm: float, storage
     names = ("params", "exp_avg", "exp_avg_sq", "grads")
     arrays = {**{name: side.single(normal(rng, 640)) for name in names}, "copy": side.stored(normal(rng, 640))}
     before = on_host(side, arrays)
-    scalars = (side.same(np.ones(10, np.bool_)), side.same(np.array(norm)), side.same(np.array(1e-2)))
+    scalars = (side.same(np.full(10, 3, np.uint8)), side.same(np.array(norm)), side.same(np.array(1e-2)))
     side(adamw, *arrays.values(), *scalars, side.same(np.array(1, np.int64)), **CONSTANTS, grad_clip=1.0)
     assert_same_bits(on_host(side, arrays), before)
 

@@ -11,6 +11,7 @@ from tests.compare import (
     assert_float32,
     assert_gradients,
     assert_repeats,
+    assert_same_bits,
     assert_within,
     normal,
     unwritten,
@@ -28,11 +29,11 @@ def run(a: Arrays, before: float = 0.0) -> Arrays:
     """Also, as dinp_added, the gradient of inp on top of `first`; the scratch is larger than needed and holds NaN."""
     inp, weight, dout = a["inp"], a["weight"], a["dout"]
     out, dinp, dinp_added = unwritten(dout), unwritten(inp), a["first"].copy()
-    dweight, again = np.full_like(weight, before), np.zeros_like(weight)
+    dweight, again = np.full_like(weight, before), unwritten(weight)
     matmul_forward(out, inp, weight)
     matmul_backward(dinp, dweight, dout, inp, weight)
-    matmul_backward(dinp_added, again, dout, inp, weight, add_dinp=True)
-    return {"out": out, "dinp": dinp, "dweight": dweight, "dinp_added": dinp_added}
+    matmul_backward(dinp_added, again, dout, inp, weight, add_dinp=True, add_dweight=False)
+    return {"out": out, "dinp": dinp, "dweight": dweight, "dinp_added": dinp_added, "dweight_alone": again}
 
 
 # A weight that is not transposed passes wherever it is square.
@@ -54,7 +55,8 @@ def test_gradient(shape: tuple[int, int, int]) -> None:
 def test_float32(shape: tuple[int, int, int]) -> None:
     a = inputs(*shape)
     rows, outputs, width = shape
-    scale = {"out": width**0.5, "dinp": outputs**0.5, "dweight": rows**0.5, "dinp_added": outputs**0.5}
+    scale = {"out": width**0.5, "dinp": outputs**0.5, "dinp_added": outputs**0.5}
+    scale |= dict.fromkeys(("dweight", "dweight_alone"), rows**0.5)
     assert_float32(run, a, max(shape), {name: 9 * size for name, size in scale.items()})
 
 
@@ -67,6 +69,13 @@ def test_same_bits_again_and_on_one_thread(shape: tuple[int, int, int]) -> None:
 # Gradient accumulation would keep only the last micro-batch.
 def test_weight_gradient_accumulates() -> None:
     assert_accumulates(run, inputs(17, 5, 64), ("dweight",))
+
+
+# An update's first micro-batch would add to the gradient of the update before.
+@pytest.mark.parametrize("shape", MATMUL)
+def test_weight_gradient_overwrites_where_asked(shape: tuple[int, int, int]) -> None:
+    got = run(inputs(*shape))
+    assert_same_bits({"dweight": got["dweight_alone"]}, {"dweight": got["dweight"]})
 
 
 # Several prediction heads read one input: the second head's gradient would replace the first's.

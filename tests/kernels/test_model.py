@@ -10,7 +10,19 @@ from kernels.config import ModelConfig, Numerics
 from kernels.cpu import CpuOps
 from kernels.memory import Arena, activation_plan
 from kernels.model import Cache, Transformer
-from kernels.parameters import INIT_DIM, INIT_STD, RANKS, RUN, decay_runs, flat_size, initial_weights, named, parameter_table
+from kernels.parameters import (
+    CLEARED,
+    DECAYS,
+    INIT_DIM,
+    INIT_STD,
+    RANKS,
+    RUN,
+    flat_size,
+    initial_weights,
+    named,
+    parameter_table,
+    run_flags,
+)
 from tests.gradient_check import MODELS
 
 GPT2 = ModelConfig(
@@ -47,15 +59,16 @@ def test_count_of_euler() -> None:
     assert sum(p.size for p in parameter_table(config)) == 5 * 512 * 128 + 4 * layer + 128
 
 
-# Weight decay on a norm or a bias; a run of padding decides nothing.
+# Weight decay on a norm or a bias; a gradient that the next update adds to, or one that is cleared though it is overwritten.
 @pytest.mark.parametrize("name", MODELS)
-def test_decay_is_on_matrices_only(name: str) -> None:
+def test_what_an_update_does_with_a_run(name: str) -> None:
     table = parameter_table(MODELS[name])
-    decays = np.repeat(decay_runs(table), RUN)
+    flags = np.repeat(run_flags(table), RUN)
     for p in table:
         matrix = p.name.endswith(".weight") and "norm" not in p.name
-        assert p.decays == matrix, p.name
-        assert (decays[p.offset : p.offset + p.size] == matrix).all(), p.name
+        embedding = p.name == "pos.weight" or (p.name == "tok.weight" and not MODELS[name].tied_head)
+        expected = DECAYS * matrix + CLEARED * (not matrix or embedding)
+        assert (flags[p.offset : p.offset + p.size] == expected).all(), p.name
 
 
 # GPT-2's spread at its width, kept for others so that a product's variance is the same; smaller where branches are added.
@@ -129,8 +142,8 @@ def test_table_is_in_the_order_of_backward(name: str) -> None:
     norm = model.forward(tokens, start)
     dnorm = np.empty_like(norm)
     for k in range(config.mtp_heads):
-        model.head_backward(dnorm, k, model.head_logits(k, norm), norm)
-    model.backward(dnorm, tokens, start)
+        model.head_backward(dnorm, k, model.head_logits(k, norm), norm, add=False)
+    model.backward(dnorm, tokens, start, add=False)
     finished = list(dict.fromkeys(reversed(grads.order)))[::-1]
 
     def layers(names: list[str]) -> list[str]:
