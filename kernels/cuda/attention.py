@@ -48,7 +48,7 @@ _HOPPER = {64: (64, 4), 128: (128, 2)}
 _HOPPER_FORWARD = Kernel("attention_hopper.cu", "attention_forward", tuple(_HOPPER.values()), hopper=True)
 _HOPPER_BACKWARD = Kernel("attention_hopper_backward.cu", "attention_backward", tuple((d,) for d in _HOPPER), hopper=True)
 _HOPPER_ROWS, _HOPPER_BLOCK = 128, 3 * 128  # KEYS, also the forward pass's QUERIES; three warpgroups
-_HOPPER_BARRIERS = 256  # bytes, more than enough
+_HOPPER_BARRIERS = 256  # bytes, enough for those and for the items that wait
 _HOPPER_L2_BYTES = 16 * 2**20  # of keys and values that blocks work on at a time; 8 and 32 were no faster
 
 
@@ -120,7 +120,7 @@ def attention_workspace_bytes(device: Device, dtype: Any, batch: int, length: in
 
 
 def _workspace(which: str, batch: int, length: int, heads: int, head_dim: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """delta, and for hopper dq_sum, and started with turns: shapes and dtypes."""
+    """delta, and for hopper dq_sum, and taken with turns: shapes and dtypes."""
     delta = (batch, heads, length), FLOAT
     if which != "hopper":
         return (delta,)
@@ -148,7 +148,7 @@ def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, s
 
 
 def _launch_hopper_backward(device: Device, given: dict[str, Any], dq_sum: Array, counts: Array) -> None:
-    """Blocks own tiles of keys and values; two stages of queries and of gradients, two of ds, and dq's two parts, new and old."""
+    """Blocks that stay: a tile of keys and of values, two stages of queries and gradients, two of ds, dq's parts, new and old."""
     batch, length, _, head_dim = given["dout"].shape
     sizes, queries = _sizes(given["dout"], given["qkv"]), _backward_queries(head_dim)
     tiles = 2 * _HOPPER_ROWS * (head_dim + queries) + 4 * queries * head_dim  # elements, of bf16
@@ -157,10 +157,10 @@ def _launch_hopper_backward(device: Device, given: dict[str, Any], dq_sum: Array
     device.fill_zero(counts)
     maps = {f"{name}_map": device.heads_map(given[name]) for name in ("dqkv", "dout", "qkv")}
     arrays = {name: given[name] for name in ("dqkv", "delta", "lse", "start")}
+    items = -(-length // _HOPPER_ROWS) * sizes["kv_heads"] * batch
     device.launch(
-        _HOPPER_BACKWARD, (head_dim,), -(-length // _HOPPER_ROWS) * sizes["kv_heads"] * batch, _HOPPER_BLOCK,
-        shared_bytes=shared, dq_sum=dq_sum, started=counts[:1], turns=counts[1:], ordered=device.deterministic, **maps,
-        **arrays, **sizes,
+        _HOPPER_BACKWARD, (head_dim,), min(device.processors, items), _HOPPER_BLOCK, shared_bytes=shared, dq_sum=dq_sum,
+        taken=counts[:1], turns=counts[1:], batch=batch, ordered=device.deterministic, **maps, **arrays, **sizes,
     )  # fmt: skip
 
 

@@ -24,6 +24,10 @@ struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
 
+// The warp's number in its block, of which the compiler knows that it is the same in all lanes: what follows from it, as addresses
+// of tiles, goes to registers that a warp has once.
+inline int warp_number() { return __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0); }
+
 // ---- barriers in shared memory. A phase ends when `arrivals` threads have arrived and all expected bytes are there; waiting
 // for a phase by its parity returns at once if that phase is over. Waiting on a new barrier for parity 1 returns at once.
 // Two phases later the parity is the same again: nobody may let the next phase end while others still wait for this one.

@@ -26,6 +26,7 @@ TILED = (
     Attention(3, 1, 2, 2, 64, 0.0),
     Attention(2, 513, 4, 2, 128, 0.01),
     Attention(9, 300, 8, 8, 64, 0.01),
+    Attention(9, 300, 16, 8, 128, 0.01),
 )
 FLOAT, BF16 = STORAGES
 KERNELS = {
