@@ -45,9 +45,9 @@ class Decoding:
         self, tokens: Array, cache: Cache, uniform: Array, banned: Array, *, last: int = 1, temperature: float, top_k: int,
         top_p: float,
     ) -> NDArray[np.int32]:  # fmt: skip
-        """Append tokens (B, n) as decode does; those (B * last,) drawn after each of the last of them. B or `last` is 1.
+        """Append tokens (B, n) as decode does; return a token drawn after each of the `last` last of them, (B * last,).
 
-        They are drawn at uniform (B * last,) by kernels.cpu.sampling's rule, none of banned (count,) among them.
+        B or `last` is 1. Drawn at uniform (B * last,) by kernels.cpu.sampling's rule; none of banned (count,) is drawn.
         """
         choose, key = self._choice(uniform, banned, temperature, top_k, top_p)
         self._append(tokens, cache, last, choose, key)
@@ -56,9 +56,9 @@ class Decoding:
     def draft(
         self, place: int, uniform: Array, banned: Array, *, temperature: float, top_k: int, top_p: float
     ) -> NDArray[np.int32]:
-        """What heads 1 .. K - 1 draw, (K - 1,), after the `place`-th of the tokens that the last `draw` drew after.
+        """A token drawn by each of heads 1 .. K - 1, (K - 1,), at uniform (K - 1,).
 
-        Head k's is a guess at the token k + 1 behind it. Drawn at uniform (K - 1,) as `draw` does.
+        `place` counts the positions after which the last call of `draw` drew; head k's is a guess at the token k + 1 after that.
         """
         choose, key = self._choice(uniform, banned, temperature, top_k, top_p)
 
@@ -88,7 +88,7 @@ class Decoding:
         return choose, (len(banned), temperature, top_k, top_p)
 
     def _drawn(self, count: int) -> NDArray[np.int32]:
-        """What was drawn, when it is."""
+        """Wait for the draw; its tokens."""
         self.ops.synchronize()
         return self._exchange.host.view("drawn", (count,)).copy()
 

@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 
 from kernels.engine import Engine
 
+LEAST_TEMPERATURE = 1e-6  # logits divided by less could overflow
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is drawn.
 
     Args:
-        temperature: logits are divided by it; 0 takes the likeliest token.
+        temperature: logits are divided by it, from 1e-6 on; 0 takes the likeliest token.
         top_k: draws among the k likeliest tokens; 0 is off.
         top_p: then among the fewest likeliest that have this share of the probability; 1 is off.
         seed: of the draws; not negative.
@@ -40,7 +42,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, fits, expected in (
-            ("temperature", 0 <= self.temperature < math.inf, "a finite number, 0 (the likeliest token) or more"),
+            (
+                "temperature",
+                self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf,
+                f"0 (the likeliest token) or a finite number from {LEAST_TEMPERATURE} on",
+            ),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 (off)"),
             ("seed", self.seed >= 0, "0 or more"),

@@ -205,7 +205,7 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--prompt", help="the one message to answer")
     args = parser.parse_args(argv)
     sampling, max_tokens = sampling_of(args), at_least_one("max_tokens", args.max_tokens)
-    engine, words = open_model(args.model, args.tokenizer)
+    engine, words = open_model(args.model, args.tokenizer, args.threads)
     chat = Chat(engine, words, sampling, max_tokens, speculation_of(args, engine))
     if args.prompt is not None:
         if reply(chat, args.prompt) == "interrupt":

@@ -85,7 +85,7 @@ def load(folder: Path, tokenizer_sha256: str | None = None) -> Checkpoint:
     Raises:
         ValueError: a file is missing, half written or edited, or the checkpoint belongs to another tokenizer.
     """
-    anew = "run `dvc repro` to make it anew"
+    anew = "run `make repro` to make it anew"
     for name in (MODEL, WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name}: expected a file of a checkpoint, found none; {anew}")

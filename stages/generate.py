@@ -38,7 +38,8 @@ def command_parser(name: str, description: str, model: str) -> ArgumentParser:
     add("--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token; default 0.8")
     add("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest tokens, 0 is off; default 50")
     add("--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest with a share P, 1 is off; default 1")
-    add("--speculative", action="store_true", help="let the prediction heads draft tokens, for several a pass")
+    add("--speculative", action="store_true", help="let the heads draft: the same text, sooner where they guess well")
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads, 0 for all; fewer beside other programs; default 0")
     add("--seed", type=int, help="repeats a run; drawn anew where it is not given")
     return parser
 
@@ -74,10 +75,10 @@ def open_checkpoint(model: str, tokenizer: Path) -> tuple[Checkpoint, Tokenizer]
     return load(folder, words.sha256), words
 
 
-def open_model(model: str, tokenizer: Path) -> tuple[Engine, Tokenizer]:
-    """A trained model, ready to write; arguments and errors as of `open_checkpoint`."""
+def open_model(model: str, tokenizer: Path, threads: int = 0) -> tuple[Engine, Tokenizer]:
+    """A trained model, ready to write; threads as of Engine, all else as of `open_checkpoint`."""
     checkpoint, words = open_checkpoint(model, tokenizer)
-    engine = Engine(checkpoint.config, Numerics(), micro_batch=1, seed=None, training=False)
+    engine = Engine(checkpoint.config, Numerics(), micro_batch=1, threads=threads, seed=None, training=False)
     engine.load(checkpoint.weights)
     return engine, words
 
@@ -111,7 +112,7 @@ def run(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     sampling, count = sampling_of(args), at_least_one("count", args.count)
     max_tokens = at_least_one("max_tokens", args.max_tokens)
-    engine, words = open_model(args.model, args.tokenizer)
+    engine, words = open_model(args.model, args.tokenizer, args.threads)
     speculation = speculation_of(args, engine)
     print(banner(args.model, engine, sampling), file=sys.stderr)
     text = words.encode(sys.stdin.buffer.read() if args.prompt == "-" else args.prompt).tolist()

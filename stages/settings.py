@@ -286,6 +286,9 @@ def command_main(run: Callable[[list[str]], None]) -> None:
             stream.reconfigure(encoding="utf-8", errors="replace")  # Windows' consoles have another default
     try:
         run(sys.argv[1:])
+    except BrokenPipeError:  # who read has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at the end
+        raise SystemExit(1) from None
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(1) from None

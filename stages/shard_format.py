@@ -31,7 +31,7 @@ HEADER_BYTES = 4 * HEADER_INTS
 MAX_VOCAB = 65536  # ids are uint16
 MAX_TOKENS = 2**31 - 1  # the count is int32
 MAX_SHARDS = 100_000  # five digits in the name
-MEND = "run: dvc repro shard"
+MEND = "run: .venv/bin/dvc repro shard"
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def stream_rows(stream: BinaryIO, name: str) -> Iterator[tuple[str, dict[str, An
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Pairs (place, row) of a jsonl file, which may be compressed."""
     if not path.is_file():
-        raise ValueError(f"{path.as_posix()}: no such file; run the stage that writes it (dvc repro)")
+        raise ValueError(f"{path.as_posix()}: no such file; run the stage that writes it (make repro)")
     with path.open("rb") as stream:
         yield from stream_rows(stream, path.as_posix())
 

@@ -105,7 +105,7 @@ class Tokenizer:
         try:
             return cls(read_tokenizer_json(Path(path)))
         except ValueError as error:
-            raise ValueError(f"{error}; make it anew: dvc repro train_bpe") from None
+            raise ValueError(f"{error}; make it anew: .venv/bin/dvc repro train_bpe") from None
 
     @classmethod
     def take(cls, path: Path, special_tokens: Sequence[str]) -> "Tokenizer":

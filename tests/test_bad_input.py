@@ -152,17 +152,17 @@ FAULTS: dict[str, tuple[str, Spoil | None, list[str], str]] = {
     "too few merges": ("train_bpe", None, ["train_bpe.vocab_size=60000"], "train_bpe.vocab_size: .*got 60000"),
     # Tokenizer and shards.
     "cut tokenizer": ("shard", cut("data/train_bpe/tokenizer.json"), [], "tokenizer.json: expected JSON.*dvc repro train_bpe"),
-    "cut shard": ("pretrain", cut("data/shard/train_00000.bin"), [], "train_00000.bin: expected .* bytes for .* dvc repro shard"),
+    "cut shard": ("pretrain", cut("data/shard/train_00000.bin"), [], "train_00000.bin: expected .* bytes for .*dvc repro shard"),
     "foreign shard": ("pretrain", foreign_shard, [], "train_00000.bin: expected magic number 20240520, found 7.*dvc repro shard"),
     "no index": ("pretrain", gone("data/shard/index.json"), [], "index.json: not found.*dvc repro shard"),
     "foreign shards": ("pretrain", other_tokenizer, [], "index.json: expected shards of tokenizer .*found those of .*dvc repro"),
     "one window": ("pretrain", None, ["model.context=1000"], "split val has .* tokens and needs 1001, .*smaller model.context"),
     # Checkpoints.
-    "no weights": ("sft", gone(WEIGHTS), [], f"{WEIGHTS}: expected a file of a checkpoint, found none; run `dvc repro`"),
-    "cut weights": ("sft", cut(WEIGHTS), [], f"{WEIGHTS}: half written or edited: .*sha256 .*model.json; run `dvc repro`"),
-    "cut model.json": ("sft", cut(MODEL), [], f"{MODEL}: half written or edited .*; run `dvc repro`"),
-    "list for model.json": ("sft", text(MODEL, "[]"), [], f"{MODEL}: half written or edited .*; run `dvc repro`"),
-    "edited model.json": ("sft", model('"heads": 2', '"heads": 1'), [], f"{MODEL}: half written or edited .*; run `dvc repro`"),
+    "no weights": ("sft", gone(WEIGHTS), [], f"{WEIGHTS}: expected a file of a checkpoint, found none; run `make repro`"),
+    "cut weights": ("sft", cut(WEIGHTS), [], f"{WEIGHTS}: half written or edited: .*sha256 .*model.json; run `make repro`"),
+    "cut model.json": ("sft", cut(MODEL), [], f"{MODEL}: half written or edited .*; run `make repro`"),
+    "list for model.json": ("sft", text(MODEL, "[]"), [], f"{MODEL}: half written or edited .*; run `make repro`"),
+    "edited model.json": ("sft", model('"heads": 2', '"heads": 1'), [], f"{MODEL}: half written or edited .*; run `make repro`"),
     "foreign checkpoint": ("sft", other_tokenizer, [], "checkpoint: trained with the tokenizer .*here is .*; use that or run"),
     "foreign checkpoint, eval": ("eval", other_tokenizer, [], "checkpoint: trained with the tokenizer .*here is .*; use that"),
     # Training.

@@ -3,7 +3,8 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from kernels.cpu.jit import jit
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Ids = np.ndarray[Any, np.dtype[np.int32]]
@@ -35,12 +36,7 @@ def sampling(
     """
     for row, number in enumerate(uniform):
         values = logits[row, :vocab_size]
-        if temperature == 0:
-            out[row] = values.argmax()
-            continue
-        ids = _candidates(values, temperature, top_k, top_p)
-        scores = values[ids].astype(np.float64) / temperature + _gumbel(number, ids)
-        out[row] = ids[scores.argmax()]
+        out[row] = _draw(values, number.view(np.uint64), temperature, top_k, top_p) if temperature else values.argmax()
 
 
 def ban(logits: Array, ids: Ids) -> None:
@@ -48,27 +44,47 @@ def ban(logits: Array, ids: Ids) -> None:
     logits[:, ids] = -np.inf
 
 
-def _candidates(logits: Array, temperature: float, top_k: int, top_p: float) -> NDArray[np.intp]:
-    """The tokens that may be drawn."""
-    if not top_k and top_p == 1:
-        return np.arange(len(logits))
-    order = np.argsort(-logits, kind="stable")[: top_k or None]
-    if top_p == 1:
-        return order
-    scaled = logits[order].astype(np.float64) / temperature
-    cumulative = np.cumsum(np.exp(scaled - scaled[0]))
-    # Ends just past the first token at which the sum reaches top_p of the whole.
-    return order[: np.searchsorted(cumulative, top_p * cumulative[-1]) + 1]
+@jit
+def _draw(logits, number, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+    ids = _likeliest(logits, top_k) if 0 < top_k < logits.size else np.arange(logits.size)
+    if top_p < 1:
+        ids = ids[np.argsort(-logits[ids], kind="mergesort")]  # stable, as ids rise
+        weights = np.exp((logits[ids].astype(np.float64) - logits[ids[0]]) / temperature)
+        target, total, kept = top_p * weights.sum(), 0.0, 0
+        while kept < ids.size and total < target:  # ends just past the first at which the sum reaches the target
+            total += weights[kept]
+            kept += 1
+        ids = ids[:kept]
+    best, most = ids[0], -np.inf
+    for token in ids:
+        score = np.float64(logits[token]) / temperature + _gumbel(number, token)
+        if score > most:
+            best, most = token, score
+    return best
 
 
-def _gumbel(number: np.float64, ids: NDArray[np.intp]) -> NDArray[np.float64]:
-    """(n,) numbers of Gumbel's distribution, for one number and id always the same.
+@jit
+def _likeliest(logits, count):  # type: ignore[no-untyped-def]
+    """The first `count` of the ranking, by rising id."""
+    least = np.partition(logits, logits.size - count)[logits.size - count]
+    equal = count - (logits > least).sum()  # of those that equal the last
+    ids, found = np.empty(count, np.int64), 0
+    for token in range(logits.size):
+        if logits[token] > least or (logits[token] == least and equal > 0):
+            equal -= logits[token] == least
+            ids[found] = token
+            found += 1
+    return ids
+
+
+@jit
+def _gumbel(number, token):  # type: ignore[no-untyped-def]
+    """A number of Gumbel's distribution, for one number and token always the same.
 
     Source: Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195 (the hash, SplitMix).
     """
-    z = number.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15) * (ids.astype(np.uint64) + np.uint64(1))
+    z = number + np.uint64(0x9E3779B97F4A7C15) * np.uint64(token + 1)
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
-    noise: NDArray[np.float64] = -np.log(-np.log(((z >> np.uint64(12)) + 0.5) * 2.0**-52))
-    return noise
+    return -np.log(-np.log((np.float64(z >> np.uint64(12)) + 0.5) * 2.0**-52))

@@ -194,9 +194,9 @@ Code find(const T* row, int vocab_size, Code lowest, int count, double target, M
     return codes[min(before, count - 1)];
 }
 
-// What is added to the logit of a token: its distribution is Gumbel's, and for one `uniform` the same whatever the logits.
-inline double gumbel(double uniform, int id) {
-    Code z = (Code)__double_as_longlong(uniform) + 0x9E3779B97F4A7C15ull * (id + 1ull);
+// What is added to the logit of a token: its distribution is Gumbel's, and for one number the same whatever the logits.
+inline double gumbel(double number, int id) {
+    Code z = (Code)__double_as_longlong(number) + 0x9E3779B97F4A7C15ull * (id + 1ull);
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ z >> 27) * 0x94D049BB133111EBull;
     z ^= z >> 31;
@@ -214,7 +214,7 @@ template <typename T, int SIZE>
 __global__ void __launch_bounds__(BLOCK)
     sampling_draw(int* out, const T* logits, const double* uniform, int width, int vocab_size, double inverse_temperature,
                   int top_k, double top_p) {
-    const double share = uniform[blockIdx.x];  // may lie in the host's memory: on its way meanwhile
+    const double number = uniform[blockIdx.x];  // may lie in the host's memory: on its way meanwhile
     wait_for_previous();
     const T* row = logits + (long long)blockIdx.x * width;
     constexpr Code FIRST_OF_ALL = ~NO_CODE;
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(BLOCK)
     int place = NOWHERE;
     over_row<T, SIZE>(row, vocab_size, [&](float x, int id) {
         if (code_of(x, id) < lowest) return;
-        const double score = x * inverse_temperature + gumbel(share, id);
+        const double score = x * inverse_temperature + gumbel(number, id);
         if (score > most) most = score, place = id;
     });
     const double largest = block_reduce(most, Larger(), MINUS_INFINITY);

@@ -32,7 +32,8 @@ def sampling(
     """See kernels.cpu.sampling.sampling; logits (B, Vp) fp32 or bf16, whose columns from vocab_size on take no part.
 
     Precision: probabilities and their sums in fp64; a draw within rounding of a border may fall on its other side.
-    Cost: temperature 0 reads the logits once. Otherwise a block reads its row some 15 to 45 times, out of a cache.
+    Cost: temperature 0, and a draw without top_k and top_p, read the logits once. Each of these two has a block read its row
+        some 15 times, out of a cache.
     """
     rows, width = logits.shape
     size = 16 // logits.dtype.itemsize

@@ -234,7 +234,7 @@ def test_seed_counts_up_by_answer(monkeypatch: pytest.MonkeyPatch, trained: Path
 # Ctrl-C in the one-shot form is for the program: a script must see that it was interrupted.
 def test_ctrl_c_ends_the_one_shot_form(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine(64, [[*ids("ab"), CTRL_C]])
-    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer: (engine, WORDS))
+    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, WORDS))
     monkeypatch.setattr(sys, "argv", ["chat", "--prompt", "?", "--temperature", "0"])
     with pytest.raises(SystemExit) as end:
         chat.main()

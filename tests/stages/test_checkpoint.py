@@ -51,7 +51,7 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     """Would catch a model that runs with half its weights, edited weights or another tokenizer's ids."""
     folder = tmp_path / "c"
-    with pytest.raises(ValueError, match=r"c.model\.json: expected a file of a checkpoint.*dvc repro"):
+    with pytest.raises(ValueError, match=r"c.model\.json: expected a file of a checkpoint.*make repro"):
         checkpoint.load(folder)
     checkpoint.save(folder, weights(), CONFIG, "abc")
     with pytest.raises(ValueError, match="trained with the tokenizer abc, but the tokenizer here is xyz"):
@@ -67,7 +67,7 @@ def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     for spoilt in (model.replace('"heads": 2', '"heads": 4'), model.replace('"abc"', "5"), model[:-3], "[]", "7", "{}"):
         assert spoilt != model
         (folder / checkpoint.MODEL).write_text(spoilt, encoding="utf-8")
-        with pytest.raises(ValueError, match=r"model\.json: half written or edited \(.*\); run `dvc repro`"):
+        with pytest.raises(ValueError, match=r"model\.json: half written or edited \(.*\); run `make repro`"):
             checkpoint.load(folder)
 
 

@@ -1,6 +1,8 @@
 """The command generate: what it prints, where a text ends, and what it says when something is missing."""
 
 import io
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from stages.checkpoint import load, save
 from tests.stages.scripted_engine import CTRL_C, WORDS, ScriptedEngine, ids, write_model
 
 SEPARATOR = WORDS.special["<|endoftext|>"]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def scripted(monkeypatch: pytest.MonkeyPatch, *answers: list[int], context: int = 64) -> ScriptedEngine:
     """The command with an engine that writes these ids."""
     engine = ScriptedEngine(context, list(answers))
-    monkeypatch.setattr(generate, "open_model", lambda model, tokenizer: (engine, WORDS))
+    monkeypatch.setattr(generate, "open_model", lambda model, tokenizer, threads: (engine, WORDS))
     return engine
 
 
@@ -142,18 +145,39 @@ def test_arguments_are_validated(
     assert capsys.readouterr().err.startswith(f"error: {name}: expected ")
 
 
-# With drafts the likeliest text must stay the same, and what they were worth be told; a model of one head has none to offer.
+# With drafts the text must stay the same, and what they were worth be told; a model of one head has none to offer.
 def test_speculative(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run_main(monkeypatch, "--speculative") == 1
     assert capsys.readouterr().err.startswith("error: speculative: expected a model with model.mtp_heads of at least 2")
     write_model(tmp_path, mtp_heads=3)
-    texts = []
-    for options in ([], ["--speculative"]):
-        assert run_main(monkeypatch, "--temperature", "0", "--max-tokens", "60", *options) == 0
-        texts.append(capsys.readouterr())
-    assert texts[0].out == texts[1].out
-    assert "tokens a pass" in texts[1].err
-    assert "tokens a pass" not in texts[0].err
+    for temperature in ("0", "0.9"):
+        texts = []
+        for options in ([], ["--speculative"]):
+            assert run_main(monkeypatch, "--temperature", temperature, "--seed", "5", "--max-tokens", "60", *options) == 0
+            texts.append(capsys.readouterr())
+        assert texts[0].out == texts[1].out
+        assert "tokens a pass" in texts[1].err
+        assert "tokens a pass" not in texts[0].err
+
+
+# An option that is not passed on would leave all cores to the command, whatever else runs on them.
+def test_threads(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(monkeypatch, "--threads", "1", "--max-tokens", "1") == 0
+    assert ", 1 of " in capsys.readouterr().err
+    assert run_main(monkeypatch, "--threads", "-1") == 1
+    assert capsys.readouterr().err.startswith("error: runtime.threads: expected 0 (all) to ")
+
+
+# A reader that has what it wants goes, as `| head` does: nothing went wrong that there would be to say.
+def test_a_reader_that_goes(trained: Path) -> None:
+    command = [sys.executable, "-m", "stages.generate", "--max-tokens", "500", "--temperature", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.read(1)
+        run.stdout.close()
+        assert len(run.stderr.read().splitlines()) == 1  # what writes
 
 
 # Ctrl-C ends the command as a shell expects it, without a traceback.
