@@ -156,7 +156,7 @@ class Transformer:
         """Logits (K - 1, Vp) of heads 1 .. K - 1 after one position, norm (1, C), by one product; others overwrite them."""
         c, heads = self.config, self.weights["head.weight"]
         logits = self._logits(c.mtp_heads - 1)
-        self.ops.matmul_forward(logits.reshape(1, -1), norm, heads[not c.tied_head :].reshape(-1, c.dim))
+        self.ops.matmul_forward(logits.reshape(1, -1), norm, heads.reshape(-1, c.dim)[0 if c.tied_head else c.padded_vocab :])
         return logits
 
     def head_backward(self, dnorm: Array, k: int, dlogits: Array, norm: Array, *, add: bool) -> None:

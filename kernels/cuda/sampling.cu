@@ -10,8 +10,8 @@
 //       sum (of ones, or of probabilities) reaches a target. An element's rank is one integer, its code; the place is found
 //       bit by bit from the top, each by one sum over the row, until a block can sort the few codes that are left in question.
 //       A row without a candidate (each logit -infinity or NaN) gives 0.
-// Precision: probabilities, their sums, and what is added to logits in fp64. Determinism: sums have a fixed order; the atomic counter only hands out places
-//            in an array that is sorted next.
+// Precision: probabilities, their sums, and what is added to logits in fp64.
+// Determinism: sums have a fixed order; the atomic counter only hands out places in an array that is sorted next.
 // Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p); Maddison, Tarlow and Minka 2014, arXiv:1411.0030, section 2 (the draw);
 //         Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195 (the hash).
 
