@@ -16,7 +16,7 @@ from kernels.batch import Batch, check, head_targets
 from kernels.config import ModelConfig, Numerics
 from kernels.decoding import Decoding
 from kernels.devices import open_ops
-from kernels.memory import EXCHANGED, Arena, Exchange, check_fits, plan, report
+from kernels.memory import Arena, check_fits, plan, report
 from kernels.model import Transformer
 from kernels.parameters import initial_weights, named, parameter_table, run_flags
 
@@ -86,8 +86,7 @@ class Engine(Decoding):
         self._first = True  # whether the next micro-batch is its update's first, which overwrites the products' gradients
         self._plan = plan(config, numerics, micro_batch, self.ops, training=training)
         check_fits(self._plan, micro_batch, self.ops.memory_bytes())
-        self._arena = Arena([buffer for buffer in self._plan if buffer.kind != EXCHANGED], self.ops.allocate)
-        self._exchange = Exchange([buffer for buffer in self._plan if buffer.kind == EXCHANGED], self.ops.allocate_shared)
+        self._arena = Arena(self._plan, self.ops.allocate)
         self._flat = {buffer.name: self._arena.view(buffer.name, buffer.shape) for buffer in self._plan if buffer.fixed}
         self._grads = named(self._flat["gradients"], self._table) if training else {}
         self._weights = named(self._flat["parameters"], self._table)

@@ -186,26 +186,30 @@ def _columns(
     All rows begin at position 0 and are read together, so each has as many tokens in the cache: a row with a longer prompt
     reads on in it while the others are read what was drawn for them.
     """
-    forbidden = np.array(sorted(set(banned)), np.int32)
+    settings: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    forbidden, context = np.array(sorted(set(banned)), np.int32), engine.config.context
     cache, read, count = engine.cache(len(rows)), 0, min(map(len, rows))
-    while True:
-        if read + count > engine.config.context:  # every prompt is shorter, so what each row ends with was drawn
-            read, count = 0, _half(engine)
-            rows = [row[-count:] for row in rows]
-            cache.truncate(0)
+    while len({len(row) for row in rows}) > 1:
         due = [place for place, row in enumerate(rows) if len(row) == read + count]
         uniform = np.zeros(len(rows))
         uniform[due] = [draws[place].random() for place in due]
         fed = np.array([row[read : read + count] for row in rows], np.int32)
-        drawn = engine.draw(
-            fed, cache, uniform, forbidden, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
-        )[due]
+        drawn = engine.draw(fed, cache, uniform, forbidden, **settings)[due]
         read, count = read + count, 1
         for place, token in zip(due, drawn.tolist(), strict=True):
             rows[place].append(token)
         column = np.full(len(rows), -1, np.int32)
         column[due] = drawn
         yield column
+    while True:
+        fed = np.array([row[read:] for row in rows], np.int32)
+        uniforms = (np.array([row.random() for row in draws]) for _ in range(len(rows[0]), context + 1))
+        for column in engine.draws(fed, cache, uniforms, forbidden, **settings):
+            for row, token in zip(rows, column.tolist(), strict=True):
+                row.append(token)
+            yield column
+        read, rows = 0, [row[-_half(engine) :] for row in rows]  # every prompt is shorter, so what each row ends with was drawn
+        cache.truncate(0)
 
 
 def _speculative(
@@ -250,5 +254,5 @@ def _speculative(
         uniform = uniform[1 + taken :]
         cache.truncate(len(row) + taken)
         row = row + drawn[: 1 + taken]
-        drafts = engine.draft(taken, uniform[: heads - 1], forbidden, **settings).tolist()
+        drafts = engine.draft(taken, cache, uniform[: heads - 1], forbidden, **settings).tolist()
         yield from drawn[: 1 + taken]

@@ -24,8 +24,6 @@ MOST_VIEWS = 4096
 LOGITS_BYTES = 2**30
 # The kinds of buffers whose size the parameters alone decide.
 FIXED = ("parameters", "gradients", "moments")
-# The kind that host and device both read and write, see Exchange.
-EXCHANGED = "exchange"
 
 
 @dataclass(frozen=True)
@@ -142,10 +140,6 @@ def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtyp
         Buffer("targets", "inputs", (heads, rows), integer),
         Buffer("correct", "inputs", (rows,), np.dtype(np.bool_)),
         Buffer("taken", "inputs", (1 + 2 * rows,), integer),
-        Buffer("appended", EXCHANGED, (1 + 2 * rows,), integer),
-        Buffer("drawn", EXCHANGED, (rows,), integer),
-        Buffer("uniform", EXCHANGED, (rows,), np.dtype(np.float64)),
-        Buffer("banned", EXCHANGED, (config.vocab_size,), integer),
     ]
     if training:
         plan += [
@@ -157,6 +151,19 @@ def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtyp
             Buffer("step", "inputs", (), np.dtype(np.int64)),
         ]
     return plan
+
+
+def exchange_plan(config: ModelConfig, rows: int) -> list[Buffer]:
+    """What a cache for `rows` tokens exchanges with the host, see Exchange; what every pass has of its own in two slots.
+
+    Passes take them in turns, so that the host fills one while a pass may still read the other.
+    """
+    integer = np.dtype(np.int32)
+    return [
+        Buffer("appended", "exchange", (1 + 2 * rows,), integer, 2),
+        Buffer("uniform", "exchange", (rows,), np.dtype(np.float64), 2),
+        Buffer("banned", "exchange", (config.vocab_size,), integer),
+    ]
 
 
 def memory_plan(
@@ -260,7 +267,7 @@ class Arena:
 class Exchange:
     """Buffers in memory that host and device both read and write, so that a token's few numbers take no copies of their own.
 
-    The host writes while nothing is under way that may read them, and reads after the device's operations were waited for.
+    The host writes where nothing that is under way may read, and reads what operations wrote that were waited for.
 
     Args:
         plan: the buffers; names are unique.

@@ -15,18 +15,23 @@ from typing import Any
 import numpy as np
 
 from kernels.config import ModelConfig, Numerics
-from kernels.memory import Arena
+from kernels.memory import Arena, Exchange
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass
 class Cache:
-    """Keys and values of the tokens seen so far, (layers, B, context, KV, D) each, of which the first `length` hold."""
+    """Keys and values of the tokens seen so far, (layers, B, context, KV, D) each, of which the first `length` hold.
+
+    By `exchange` tokens come in and those drawn go out; `drawing` is whether Engine.draws is at it.
+    """
 
     keys: Array
     values: Array
+    exchange: Exchange
     length: int = 0
+    drawing: bool = False
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""

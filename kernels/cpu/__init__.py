@@ -55,6 +55,7 @@ class CpuOps:
     """
 
     name = "cpu"
+    asynchronous = False  # whether an operation goes on after the call that starts it
 
     def __init__(self, dtype: type[np.floating[Any]] = np.float32, threads: int = 0) -> None:
         available = numba.config.NUMBA_NUM_THREADS
@@ -117,7 +118,10 @@ class CpuOps:
         """Do the work; a GPU records it under its key and then replays it."""
         work()
 
-    def synchronize(self) -> None:
+    def mark(self) -> None:
+        """What `synchronize` can wait for: all that was started so far, here done by now."""
+
+    def synchronize(self, mark: None = None) -> None:
         """Wait for what was started: here nothing is left behind."""
 
     def forget(self, owner: int) -> None:

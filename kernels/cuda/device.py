@@ -32,6 +32,8 @@ class Device:
     attention: str
     deterministic: bool
 
+    asynchronous = True  # whether an operation goes on after the call that starts it
+
     def __init__(self) -> None:
         runtime = cupy.cuda.runtime
         try:
@@ -198,10 +200,16 @@ class Device:
         for key in [key for key in self._graphs if isinstance(key, tuple) and key[-1] == owner]:
             del self._graphs[key]
 
-    def synchronize(self) -> None:
-        """Wait until the stream is idle; an error of any kernel before comes up here."""
+    def mark(self) -> Any:
+        """The place in the stream that it has come to once all is done that was started so far."""
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def synchronize(self, mark: Any = None) -> None:
+        """Wait until the stream has come to a mark, or else is idle; an error of any kernel before comes up here."""
         try:
-            self.stream.synchronize()
+            (mark or self.stream).synchronize()
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise _kernel_failed(error) from None
 

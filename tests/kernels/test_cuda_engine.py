@@ -200,3 +200,38 @@ def test_inference_engine() -> None:
     batch, full = batch_of(config, 1), engine_on_gpu(config)
     lean = Engine(config, Numerics(), micro_batch=3, device="cuda", training=False)
     assert np.array_equal(lean.evaluate(batch).nll, full.evaluate(batch).nll)
+
+
+# A slot that the host fills while a pass reads it, a token read before it was written, a graph with the other slot's arrays:
+# tokens launched before the last is known are those of one after the other, up to the end of the context, two answers at once,
+# rows that one kernel takes (1, 3) and rows that it does not. Stopped early, the engine goes on as if it had not been ahead.
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("batch", [1, 3, 6])
+@pytest.mark.parametrize("name", LARGE)
+def test_draws_in_a_row_are_those_one_by_one(name: str, batch: int, precision: Any) -> None:
+    config, rng = LARGE[name], np.random.default_rng(batch)
+    engine = Engine(config, Numerics(precision=precision), micro_batch=batch, device="cuda", training=False)
+    tokens = rng.integers(config.vocab_size, size=(batch, 3), dtype=np.int32)
+    numbers, banned = rng.random((config.context - 2, batch)), np.array([5], np.int32)
+    caches = [engine.cache(batch) for _ in range(3)]
+    for how in ({"temperature": 0, "top_k": 0, "top_p": 1}, {"temperature": 1.0, "top_k": 90, "top_p": 0.9}):
+        expected, fed = [], tokens
+        for uniform in numbers:
+            expected.append(engine.draw(fed, caches[0], uniform, banned, **how))
+            fed = expected[-1][:, None]
+        for _ in range(2):  # the second time from graphs alone
+            running = [engine.draws(tokens, cache, iter(numbers), banned, **how) for cache in caches[1:]]
+            for drawn in expected:
+                for draws in running:
+                    assert np.array_equal(next(draws), drawn)
+            assert [next(draws, None) for draws in running] == [None, None]
+            assert [cache.length for cache in caches] == [config.context] * 3
+            for cache in caches[1:]:
+                cache.truncate(0)
+        draws = engine.draws(tokens, caches[1], iter(numbers), banned, **how)
+        assert [next(draws).tolist() for _ in range(5)] == [drawn.tolist() for drawn in expected[:5]]
+        draws.close()
+        assert caches[1].length == 7
+        assert np.array_equal(engine.draw(expected[4][:, None], caches[1], numbers[5], banned, **how), expected[5])
+        for cache in caches:
+            cache.truncate(0)

@@ -1,5 +1,10 @@
-"""Decoding over a cache is the forward pass of training, whatever the pieces in which the tokens come."""
+"""Decoding over a cache is the forward pass of training, whatever the pieces in which the tokens come.
 
+Tokens drawn in a row are those drawn one by one, also where the device is asked for the next before the last is read.
+"""
+
+from collections.abc import Callable, Generator, Hashable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,6 +13,7 @@ import pytest
 from kernels.batch import Batch
 from kernels.config import Numerics
 from kernels.engine import Engine
+from kernels.generation import Sampling, generate, generate_batch
 from tests.compare import UNIT, Array, assert_calibrated, assert_same_bits, assert_within
 from tests.gradient_check import MODELS
 
@@ -110,3 +116,210 @@ def test_logits_are_the_vocabulary_in_float32() -> None:
         logits = engine.decode(ids(2), engine.cache(2))
         assert logits.shape == (2, VOCAB)
         assert logits.dtype == np.float32
+
+
+class Asynchronous:
+    """A CPU's operations as a GPU does them: in order, each once it is waited for, or, where not `late`, at once.
+
+    Those of `replay` are with the arrays of the first time, as a graph has them.
+    """
+
+    asynchronous = True
+
+    def __init__(self, ops: Any, late: bool) -> None:
+        self.ops, self.late, self.done = ops, late, 0
+        self.waiting: list[Callable[[], None]] = []
+        self.recorded: dict[Hashable, list[Callable[[], None]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self.ops, name)
+        if not name.endswith("_forward") and name not in ("copy_rows", "ban", "sampling"):
+            return op
+        return lambda *arguments, **constants: self.start(partial(op, *arguments, **constants))
+
+    def start(self, operation: Callable[[], None]) -> None:
+        """Do it now or later."""
+        self.waiting.append(operation)
+        if not self.late:
+            self.synchronize()
+
+    def replay(self, key: Hashable, work: Callable[[], None]) -> None:
+        """As Device's, but recorded the first time."""
+        if key not in self.recorded:
+            recorder = Asynchronous(self.ops, True)
+            start, self.start = self.start, recorder.start  # type: ignore[method-assign]
+            work()
+            self.recorded[key], self.start = recorder.waiting, start  # type: ignore[method-assign]
+        for operation in self.recorded[key]:
+            self.start(operation)
+
+    def forget(self, owner: int) -> None:
+        """As Device's."""
+        self.recorded = {key: work for key, work in self.recorded.items() if not isinstance(key, tuple) or key[-1] != owner}
+
+    def mark(self) -> int:
+        """How many operations there were so far."""
+        return self.done + len(self.waiting)
+
+    def synchronize(self, mark: int | None = None) -> None:
+        """Do what comes before the mark, or all."""
+        while self.waiting and (mark is None or self.done < mark):
+            self.waiting.pop(0)()
+            self.done += 1
+
+    def download(self, array: Array) -> Array:
+        """As Device's."""
+        self.synchronize()
+        return np.array(array)
+
+
+BANNED = np.array([3, 17], np.int32)
+GREEDY: dict[str, Any] = {"temperature": 0, "top_k": 0, "top_p": 1}
+DRAWN: dict[str, Any] = {"temperature": 1.5, "top_k": 40, "top_p": 0.9}
+EVERY_KIND = pytest.mark.parametrize("kind", ["cpu", "late", "at once"])
+
+
+def make_kind(kind: str) -> Engine:
+    """An engine of the CPU, or one whose operations go on after the call."""
+    engine = make("euler")
+    if kind != "cpu":
+        engine.use_ops(Asynchronous(engine.ops, kind == "late"))
+    return engine
+
+
+def uniforms(batch: int, count: int = CONTEXT - 1) -> Array:
+    """(count, B) numbers to draw at: after 2 tokens the context has room for so many."""
+    return np.random.default_rng(batch).random((count, batch))
+
+
+def one_by_one(tokens: Array, banned: Array, how: dict[str, Any]) -> Array:
+    """What `draw` gives on the CPU, until the context is full."""
+    engine, drawn = make("euler"), []
+    cache = engine.cache(len(tokens))
+    for uniform in uniforms(len(tokens), CONTEXT + 1 - tokens.shape[1]):
+        drawn.append(engine.draw(tokens, cache, uniform, banned, **how))
+        tokens = drawn[-1][:, None]
+    assert cache.length == CONTEXT
+    return np.array(drawn)
+
+
+# One slot for what two passes have of their own, a graph with the other slot's arrays, a token read before it is drawn or after
+# the next one is: all of it either where the GPU is as late or as early as it can be.
+@EVERY_KIND
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, CONTEXT])
+@pytest.mark.parametrize("how", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_draws_in_a_row_are_those_one_by_one(kind: str, batch: int, count: int, how: dict[str, Any]) -> None:
+    engine, tokens = make_kind(kind), ids(batch)[:, :count].copy()
+    for banned in (BANNED[:0], BANNED):
+        cache, expected = engine.cache(batch), one_by_one(tokens, banned, how)
+        for _ in range(2):  # the second time from graphs alone
+            drawn = list(engine.draws(tokens, cache, iter(uniforms(batch, len(expected))), banned, **how))
+            np.testing.assert_array_equal(drawn, expected)
+            assert cache.length == CONTEXT
+            cache.truncate(0)
+    assert list(engine.draws(tokens, cache, [], BANNED, **how)) == []
+
+
+# The GPU waits for the host if the next pass is launched after a token was read; the CPU computes what nobody may ask for if it
+# is launched before.
+def test_a_gpu_is_kept_one_pass_ahead() -> None:
+    for kind, ahead in (("cpu", 0), ("late", 1)):
+        engine, asked = make_kind(kind), []
+        numbers = (asked.append(1) or uniform for uniform in uniforms(1))  # type: ignore[func-returns-value]
+        draws = engine.draws(ids()[:, :2].copy(), engine.cache(), numbers, BANNED, **DRAWN)
+        for k, _ in enumerate(draws, 1):
+            assert len(asked) == min(k + ahead, CONTEXT - 1)
+            if kind == "late":
+                assert bool(engine.ops.waiting) == (k < CONTEXT - 1)
+
+
+def stopped(draws: Generator[Array], count: int, how: str) -> None:
+    """Take `count` tokens and end the draws in one of the ways in which a caller may."""
+    for _ in range(count):
+        next(draws)
+    if how == "closed":
+        draws.close()
+    elif how == "thrown into":
+        with pytest.raises(KeyboardInterrupt):
+            draws.throw(KeyboardInterrupt)
+
+
+# A pass under way that nobody waits for, or one more token in the cache than the caller has: the next answer goes on from it.
+@EVERY_KIND
+@pytest.mark.parametrize("how", ["closed", "dropped", "thrown into"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_draws_that_are_stopped(kind: str, how: str, count: int) -> None:
+    engine, tokens = make_kind(kind), ids()[:, :2].copy()
+    cache, expected = engine.cache(), one_by_one(tokens, BANNED, DRAWN)
+    stopped(engine.draws(tokens, cache, uniforms(1), BANNED, **DRAWN), count, how)
+    assert cache.length == 1 + count
+    assert kind == "cpu" or not engine.ops.waiting
+    rest = engine.draws(expected[count - 1][:, None], cache, uniforms(1)[count:], BANNED, **DRAWN)
+    np.testing.assert_array_equal(list(rest), expected[count:])
+
+
+# Numbers or room that end in the middle leave the cache with what came.
+@EVERY_KIND
+def test_draws_that_fail(kind: str) -> None:
+    engine = make_kind(kind)
+    cache, came = engine.cache(), 0
+    with pytest.raises(ValueError, match=r"^context: 11 \+ 1 tokens exceed model\.context = 11$"):
+        for _ in engine.draws(ids()[:, :2].copy(), cache, uniforms(1, 20), BANNED, **DRAWN):
+            came += 1
+    assert came == CONTEXT - 1 - (kind != "cpu")
+    assert cache.length == 1 + came
+    cache.truncate(0)
+    assert len(list(engine.draws(ids()[:, :2].copy(), cache, uniforms(1), BANNED, **DRAWN))) == CONTEXT - 1
+
+
+# Two answers at once, or anything else that the engine is asked for while draws go on: a slot that they share.
+@EVERY_KIND
+def test_draws_and_other_uses_in_turns(kind: str) -> None:
+    engine, one, three = make_kind(kind), ids()[:, :2].copy(), ids(3)[:, :2].copy()
+    expected = [one_by_one(tokens, BANNED, DRAWN) for tokens in (one, three)]
+    logits = engine.decode(one, engine.cache())
+    running = [engine.draws(tokens, engine.cache(len(tokens)), uniforms(len(tokens)), BANNED, **DRAWN) for tokens in (one, three)]
+    for pair in zip(*expected, strict=True):
+        for draws, drawn in zip(running, pair, strict=True):
+            np.testing.assert_array_equal(next(draws), drawn)
+            assert_same_bits({"logits": engine.decode(one, engine.cache())}, {"logits": logits})
+        cache = engine.cache()
+        assert engine.draw(one, cache, uniforms(1)[0], BANNED, **DRAWN) == expected[0][0]
+        engine.draft(0, cache, uniforms(2)[0], BANNED, **DRAWN)
+
+
+# What would be written into the cache beside its draws belongs to neither.
+@EVERY_KIND
+def test_cache_of_draws_is_its_own(kind: str) -> None:
+    engine, tokens = make_kind(kind), ids()[:, :2].copy()
+    cache, expected = engine.cache(), one_by_one(tokens, BANNED, DRAWN)
+    draws = engine.draws(tokens, cache, uniforms(1), BANNED, **DRAWN)
+    drawn = [next(draws)]
+    for use in (
+        lambda: engine.decode(tokens, cache),
+        lambda: engine.draw(tokens, cache, uniforms(1)[0], BANNED, **DRAWN),
+        lambda: next(engine.draws(tokens, cache, uniforms(1), BANNED, **DRAWN)),
+    ):
+        with pytest.raises(ValueError, match=r"^cache: draws from it go on; end or close them first$"):
+            use()
+    np.testing.assert_array_equal([*drawn, *draws], expected)
+
+
+# Texts that depend on the device's time: over the end of the context, with prompts of several lengths, stopped by a token, two
+# at once, and an engine that is still busy when its text is dropped.
+@pytest.mark.parametrize("kind", ["late", "at once"])
+def test_generation_is_the_same_where_the_device_is_ahead(kind: str) -> None:
+    (plain, engine), sampling = (make_kind(which) for which in ("cpu", kind)), Sampling(temperature=1.5, seed=3)
+    whole = list(generate(plain, [1, 2], sampling, max_tokens=4 * CONTEXT))
+    assert list(generate(engine, [1, 2], sampling, max_tokens=4 * CONTEXT)) == whole
+    assert list(generate(engine, [1, 2], sampling, max_tokens=4 * CONTEXT, stop=whole[9:10])) == whole[: whole.index(whole[9])]
+    pair = [generate(engine, [1, 2], sampling, max_tokens=4 * CONTEXT) for _ in range(2)]
+    assert list(zip(*pair, strict=True)) == list(zip(whole, whole, strict=True))
+    prompts = [[1, 2], [3], [4] * CONTEXT, [5] * 7]
+    replies = [generate_batch(which, prompts, sampling, max_tokens=3 * CONTEXT) for which in (plain, engine)]
+    assert replies[0] == replies[1]
+    text = generate(engine, [1, 2], sampling, max_tokens=4 * CONTEXT)
+    assert [next(text) for _ in range(5)] == whole[:5]
+    del text
+    assert not engine.ops.waiting

@@ -122,6 +122,8 @@ def test_memory_that_is_gone_and_a_kernel_that_failed(monkeypatch: pytest.Monkey
         broken.allocate(2**32)
     with pytest.raises(ValueError, match=r"^CUDA: a kernel failed: .*; `compute-sanitizer python -m stages\.NAME` says which"):
         broken.synchronize()
+    with pytest.raises(ValueError, match=r"^CUDA: a kernel failed: "):
+        broken.synchronize(Stream())
 
 
 # NVRTC, its headers, or code that does not compile: the log has to be in the message.

@@ -140,13 +140,13 @@ def test_banned_never_comes(engine: Engine) -> None:
 # A token must come as soon as it is drawn, and nothing be computed for one that nobody asks for: an answer is streamed.
 def test_tokens_come_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
-    draw = engine.draw
+    forward = engine._model.forward
 
-    def counted(tokens: np.ndarray, *arguments: Any, **sampling: Any) -> np.ndarray:
+    def counted(tokens: np.ndarray, *arguments: Any) -> np.ndarray:
         calls.append(tokens.shape)
-        return draw(tokens, *arguments, **sampling)
+        return forward(tokens, *arguments)
 
-    monkeypatch.setattr(engine, "draw", counted)
+    monkeypatch.setattr(engine._model, "forward", counted)
     tokens = generate(engine, [1, 2, 3], GREEDY, max_tokens=2)
     assert calls == []
     next(tokens)

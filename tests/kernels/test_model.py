@@ -8,7 +8,7 @@ import pytest
 
 from kernels.config import ModelConfig, Numerics
 from kernels.cpu import CpuOps
-from kernels.memory import Arena, activation_plan
+from kernels.memory import Arena, Exchange, activation_plan
 from kernels.model import Cache, Transformer
 from kernels.parameters import (
     CLEARED,
@@ -155,7 +155,8 @@ def test_table_is_in_the_order_of_backward(name: str) -> None:
 
 # A cache that forgets more than it should, or the wrong end.
 def test_cache_truncate() -> None:
-    cache = Cache(np.zeros((1, 1, 4, 1, 2)), np.zeros((1, 1, 4, 1, 2)), length=3)
+    exchange = Exchange([], lambda size: (np.zeros(size, np.uint8), np.zeros(size, np.uint8)))
+    cache = Cache(np.zeros((1, 1, 4, 1, 2)), np.zeros((1, 1, 4, 1, 2)), exchange, length=3)
     cache.truncate(2)
     assert cache.length == 2
     with pytest.raises(AssertionError):

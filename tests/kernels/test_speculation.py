@@ -64,7 +64,7 @@ def test_draws_and_drafts_are_their_heads(both: Engine, how: Sampling) -> None:
     settings: dict[str, Any] = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
     banned, cache = np.array([4, 7], np.int32), both.cache()
     drawn = both.draw(tokens, cache, uniform[:3], banned, last=3, **settings)
-    drafts = [both.draft(place, uniform[place + 1 : place + heads], banned, **settings) for place in (2, 0, 1)]
+    drafts = [both.draft(place, cache, uniform[place + 1 : place + heads], banned, **settings) for place in (2, 0, 1)]
     assert cache.length == 9
     alone = untrained(replace(both.config, mtp_heads=1, tied_head=False))
     tied = both.config.tied_head

@@ -1,5 +1,6 @@
 """A tokenizer without merges, an engine that says what a test tells it to, and a tiny trained model on disk."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,18 +54,19 @@ class ScriptedEngine:
         self._rest, self._begins = list(self.answers.pop(0)), True
         return ScriptCache()
 
-    def draw(
-        self, tokens: np.ndarray, cache: ScriptCache, uniform: np.ndarray, banned: np.ndarray, **sampling: float
-    ) -> np.ndarray:
-        """The script's next id, or the first that is not banned where that is."""
+    def draws(
+        self, tokens: np.ndarray, cache: ScriptCache, uniforms: Iterable[np.ndarray], banned: np.ndarray, **sampling: float
+    ) -> Iterator[np.ndarray]:
+        """The script's next ids, each the first that is not banned where it is."""
         if self._begins:
             self.prompts.append(tokens[0].tolist())
         self._begins = False
-        token = self._rest.pop(0)
-        if token == CTRL_C:
-            raise KeyboardInterrupt
-        likely = np.arange(WORDS.vocab_size) == token
-        return np.array([np.where(np.isin(np.arange(WORDS.vocab_size), banned), -1, likely).argmax()], np.int32)
+        for _ in uniforms:
+            token = self._rest.pop(0)
+            if token == CTRL_C:
+                raise KeyboardInterrupt
+            likely = np.arange(WORDS.vocab_size) == token
+            yield np.array([np.where(np.isin(np.arange(WORDS.vocab_size), banned), -1, likely).argmax()], np.int32)
 
     def describe(self) -> str:
         """As Engine.describe."""

@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +187,9 @@ class Writer:
 
     def draw(self, tokens: np.ndarray, *arguments: Any, **sampling: Any) -> np.ndarray:
         return tokens[:, -1] + 1
+
+    def draws(self, tokens: np.ndarray, cache: Any, uniforms: Iterable[Any], *arguments: Any, **sampling: Any) -> Iterator[Any]:
+        yield from (tokens[:, -1] + count for count, _ in enumerate(uniforms, 1))
 
 
 @pytest.mark.parametrize(
