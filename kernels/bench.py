@@ -239,7 +239,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
 
     c, rng = MODELS[args.model], np.random.default_rng(0)
     ops = CudaOps(Numerics(precision=args.precision, attention=args.attention, deterministic=args.deterministic))
-    need = attention_workspace_bytes(ops, ops.storage, args.batch, args.seq, c.heads, c.head_dim)
+    need = attention_workspace_bytes(ops, ops.storage, args.batch, args.seq, c.heads, c.kv_heads, c.head_dim)
     ops.use_workspace(ops.allocate(need))
 
     def array(*shape: int, dtype: Any = ops.storage) -> Any:

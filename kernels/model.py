@@ -144,10 +144,14 @@ class Transformer:
                 self.arena.view("lse", (batch, c.heads, length), i),
                 self.arena.view("qkv", qkv_shape, i),
                 start,
+                self.grads.get(f"{block}qkv.bias") if self.rope is None else None,
             )
-            if self.rope is not None:
+            norm1 = self._rows("norm1", rows, c.dim, i)
+            if self.rope is None:
+                self._product_backward(f"{block}qkv", dnorm, dqkv, norm1, add)
+            else:
                 ops.rope_backward(dqkv.reshape(qkv_shape), start, self.rope, rotated=c.heads + c.kv_heads)
-            self._linear_backward(f"{block}qkv", dnorm, dqkv, self._rows("norm1", rows, c.dim, i), add)
+                self._linear_backward(f"{block}qkv", dnorm, dqkv, norm1, add)
             self._norm_backward(f"{block}norm1", i, dresidual, dresidual, dnorm, f"blocks.{i - 1}.down" if i else None)
         ops.embedding_backward(self.grads["tok.weight"], self.grads.get("pos.weight"), dresidual, tokens, start)
 
@@ -195,7 +199,7 @@ class Transformer:
             self.ops.bias_backward(self.grads[f"{name}.bias"], dout)
 
     def _product_backward(self, name: str, dinp: Array, dout: Array, inp: Array, add: bool) -> None:
-        """_linear_backward where the next norm adds the bias."""
+        """_linear_backward where the next norm adds the bias, or attention has its gradient."""
         weight = f"{name}.weight"
         self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, self.weights[weight], add_dweight=add)
 

@@ -25,6 +25,7 @@ MODELS = {
     "gpt2": ModelConfig(
         **SIZES, heads=5, kv_heads=5, norm="layernorm", position="learned", mlp="gelu", bias=True, tied_head=True
     ),
+    "rotary": ModelConfig(**SIZES, heads=3, kv_heads=1, bias=True),
     "mixed": ModelConfig(**SIZES, heads=3, kv_heads=3, mtp_heads=2, norm="layernorm", mlp="gelu", tied_head=True),
 }
 MTP_WEIGHTS = (1.0, 0.4, 0.7)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from kernels.cpu.bias import bias_backward
 from kernels.cpu.exponential import exp
 from kernels.cpu.jit import jit, pjit
 from kernels.cpu.tile import multiply, width
@@ -40,21 +41,27 @@ def attention_forward(out: Array, lse: Array, qkv: Array, start: Ids) -> None:
     _forward(out, lse, qkv, start, width(qkv.itemsize))
 
 
-def attention_backward(dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Ids) -> None:
+def attention_backward(
+    dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Ids, dbias: Array | None = None
+) -> None:
     """Gradient of attention, the probabilities computed again from lse.
 
         p[t, j]  = exp(s[t, j] - lse[t])           delta[t] = dout[t] . out[t]
         ds[t, j] = p[t, j] * (dout[t] . v[j] - delta[t]) / sqrt(D)
         dq[t] = sum_j ds[t, j] k[j]        dk[j] = sum_t ds[t, j] q[t]        dv[j] = sum_t p[t, j] dout[t]
+        dbias += sum over positions of dqkv
 
     Args:
         dqkv: (B, T, H + 2 KV, D), overwritten; dk and dv are summed over the query heads that share them.
         dout: (B, T, H, D).
         out, lse, qkv, start: the forward pass's.
+        dbias: ((H + 2 KV) * D,), accumulated: of the linear layer that made qkv, where nothing came between. Or None.
 
     Source: Dao et al. 2022, arXiv:2205.14135, appendix B.
     """
     _backward(dqkv, dout, out, lse, qkv, start, width(qkv.itemsize))
+    if dbias is not None:
+        bias_backward(dbias, dqkv.reshape(-1, dbias.size))
 
 
 @jit

@@ -113,7 +113,7 @@ class CudaOps(Device):
         widest = max(c.ffn * (2 if c.mlp == "swiglu" else 1), (c.heads + 2 * c.kv_heads) * c.head_dim)
         needs = (
             cublaslt.WORKSPACE_BYTES,
-            attention_workspace_bytes(self, self.storage, -(-rows // c.context), c.context, c.heads, c.head_dim),
+            attention_workspace_bytes(self, self.storage, -(-rows // c.context), c.context, c.heads, c.kv_heads, c.head_dim),
             4 * rows * c.heads * (2 + c.head_dim),  # the shares of cached attention, where all rows are new
             3 * 4 * c.dim * 8 * self.processors,  # partial sums of a norm's two gradients and of a bias before it
             4 * (widest + 256) * 2 * self.processors,  # and of a bias's

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from kernels.cuda.bias import bias_backward
+from kernels.cuda.columns import add_rows
 from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
 
@@ -74,11 +76,14 @@ def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start:
         _launch_scalar(device, _SCALAR_FORWARD, heads, 0, given, out, qkv)
 
 
-def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Array) -> None:
+def attention_backward(
+    device: Device, dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Array, dbias: Array | None = None
+) -> None:
     """See kernels.cpu.attention.attention_backward; attention_forward says what holds for a device.
 
     Precision: fp32 arithmetic, one rounding to T at the stores; on tensor cores p and ds, too, are rounded to bf16, or these,
-        q, k, v and dout to tf32, as factors; delta is computed from dout as it is.
+        q, k, v and dout to tf32, as factors; delta is computed from dout as it is. dbias is fp32, of dqkv as it is stored; by
+        hopper, which does not read dqkv again for it, of dq before that is rounded.
     Determinism: bitwise repeatable (hopper: blocks add to dq in a fixed order, unless numerics.deterministic is false; else 7
         products instead of 5, and no atomics).
     Workspace: attention_workspace_bytes.
@@ -86,7 +91,7 @@ def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse
     batch, length, heads, head_dim = out.shape
     kv_heads = (qkv.shape[2] - heads) // 2
     which = attention_kernel(device, qkv.dtype, head_dim)
-    delta, *sums_and_counts = device.workspace(*_workspace(which, batch, length, heads, head_dim))
+    delta, *of_hopper = device.workspace(*_workspace(which, batch, length, heads, kv_heads, head_dim))
     rows, vector = batch * length * heads, 16 // out.dtype.itemsize
     device.launch(
         _DELTA, (out.dtype, vector if head_dim % vector == 0 else 1), -(-rows * _DELTA_LANES // _DELTA_BLOCK), _DELTA_BLOCK,
@@ -94,7 +99,7 @@ def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse
     )  # fmt: skip
     given = {"dqkv": dqkv, "delta": delta, "dout": dout, "lse": lse, "qkv": qkv, "start": start}
     if which == "hopper":
-        _launch_hopper_backward(device, given, *sums_and_counts)
+        _launch_hopper_backward(device, given, dbias, *of_hopper)
     elif which == "mma":
         stages = 2 if head_dim * qkv.dtype.itemsize <= 384 else 1  # BACKWARD_STAGES of attention_tile.cuh
         _launch_mma(device, _MMA_BACKWARD_QUERY, heads, 2, stages, 0, given, out, qkv)
@@ -102,6 +107,8 @@ def attention_backward(device: Device, dqkv: Array, dout: Array, out: Array, lse
     else:
         _launch_scalar(device, _SCALAR_BACKWARD_QUERY, heads, 4, given, out, qkv)
         _launch_scalar(device, _SCALAR_BACKWARD_KEY, kv_heads, 4, given, out, qkv)
+    if dbias is not None and which != "hopper":
+        bias_backward(device, dbias, dqkv.reshape(batch * length, -1))
 
 
 def attention_kernel(device: Device, dtype: Any, head_dim: int) -> str:
@@ -113,19 +120,24 @@ def attention_kernel(device: Device, dtype: Any, head_dim: int) -> str:
     return "hopper" if device.attention == "hopper" and device.arch == "sm_90" and head_dim in _HOPPER else "mma"
 
 
-def attention_workspace_bytes(device: Device, dtype: Any, batch: int, length: int, heads: int, head_dim: int) -> int:
-    """What attention_backward needs while it runs: delta; by hopper also dq's fp32 sums and a turn of each part of them."""
-    parts = _workspace(attention_kernel(device, dtype, head_dim), batch, length, heads, head_dim)
+def attention_workspace_bytes(
+    device: Device, dtype: Any, batch: int, length: int, heads: int, kv_heads: int, head_dim: int
+) -> int:
+    """What attention_backward needs while it runs, but for bias_backward: delta; by hopper also fp32 sums, and turns."""
+    parts = _workspace(attention_kernel(device, dtype, head_dim), batch, length, heads, kv_heads, head_dim)
     return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize + 256 for shape, dtype in parts)
 
 
-def _workspace(which: str, batch: int, length: int, heads: int, head_dim: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """delta, and for hopper dq_sum, and taken with turns: shapes and dtypes."""
+def _workspace(
+    which: str, batch: int, length: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[tuple[tuple[int, ...], Any], ...]:
+    """delta, and for hopper dq_sum, taken with turns, and dbias's partial sums: shapes and dtypes."""
     delta = (batch, heads, length), FLOAT
     if which != "hopper":
         return (delta,)
     parts = batch, heads, -(-length // _backward_queries(head_dim)), 2  # two warpgroups' of each tile
-    return delta, ((*parts, 64 * 64), FLOAT), ((1 + int(np.prod(parts)),), np.int32)
+    partial = 1, batch * -(-length // _HOPPER_ROWS) * 2, (heads + 2 * kv_heads) * head_dim  # two rows a tile of keys
+    return delta, ((*parts, 64 * 64), FLOAT), ((1 + int(np.prod(parts)),), np.int32), (partial, FLOAT)
 
 
 def _backward_queries(head_dim: int) -> int:
@@ -147,7 +159,9 @@ def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, s
     )  # fmt: skip
 
 
-def _launch_hopper_backward(device: Device, given: dict[str, Any], dq_sum: Array, counts: Array) -> None:
+def _launch_hopper_backward(
+    device: Device, given: dict[str, Any], dbias: Array | None, dq_sum: Array, counts: Array, partial: Array
+) -> None:
     """Blocks that stay: a tile of keys and of values, two stages of queries and gradients, two of ds, dq's parts, new and old."""
     batch, length, _, head_dim = given["dout"].shape
     sizes, queries = _sizes(given["dout"], given["qkv"]), _backward_queries(head_dim)
@@ -160,8 +174,11 @@ def _launch_hopper_backward(device: Device, given: dict[str, Any], dq_sum: Array
     items = -(-length // _HOPPER_ROWS) * sizes["kv_heads"] * batch
     device.launch(
         _HOPPER_BACKWARD, (head_dim,), min(device.processors, items), _HOPPER_BLOCK, shared_bytes=shared, dq_sum=dq_sum,
-        taken=counts[:1], turns=counts[1:], batch=batch, ordered=device.deterministic, **maps, **arrays, **sizes,
+        taken=counts[:1], turns=counts[1:], partial=None if dbias is None else partial, batch=batch,
+        ordered=device.deterministic, **maps, **arrays, **sizes,
     )  # fmt: skip
+    if dbias is not None:
+        add_rows(device, partial, dbias)
 
 
 def _launch_scalar(device: Device, kernel: Kernel, heads: int, tiles: int, given: dict[str, Any], out: Array, qkv: Array) -> None:

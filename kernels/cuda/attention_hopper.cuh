@@ -53,3 +53,20 @@ inline void store_sum(unsigned tile, const float (&sum)[32]) {
         store_fragment(tile, k, fragment);
     }
 }
+
+// A warpgroup: the sums of such a part's columns, as ones times its rows, 16 columns a warp.
+inline void sum_columns(float* sums, unsigned tile) {
+    constexpr unsigned ONES[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};  // of bf16
+    const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x % WARPGROUP / WARP;
+    float sum[2][4] = {};
+#pragma unroll
+    for (int row = 0; row < GROUP_ROWS; row += 16) {
+        unsigned rows[4];  // from where store_fragment puts columns 16 warp ..
+        load_matrices_transposed(rows, tile + (row + lane % 16) * TILE_ROW_BYTES + ((2 * warp + lane / 16) ^ lane % 8) * 16);
+        multiply_add(sum[0], ONES, rows[0], rows[1]);
+        multiply_add(sum[1], ONES, rows[2], rows[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++)  // a product's rows are all the same
+        if (lane < 4) *reinterpret_cast<float2*>(sums + 16 * warp + 8 * i + 2 * lane) = float2{sum[i][0], sum[i][1]};
+}

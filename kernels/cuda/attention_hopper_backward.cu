@@ -21,6 +21,9 @@
 //       is zeroed but the turns; the copy engine adds the others'; the lowest adds to what it reads, rounds, and writes dqkv.
 //       Items are taken in order, from a counter, as blockIdx promises none; those of one head go from the last keys to the
 //       first, and all start at their diagonals, so that one is a tile ahead of the next and nobody waits for long.
+// dbias: the sum of dqkv's rows, where asked for, without reading them again. An item's share of it goes to its GROUPS rows of
+//       `partial` (batch, tiles of keys, GROUPS, width of dqkv), which columns.cu adds up: each warpgroup sums its dk and dv, as
+//       they lie to be copied, and the warps that pass dq on sum what they round, over the tiles of a query head.
 // No deadlock: an item waits for items of lower numbers only. A block works on its items in order, and what it copies ahead waits
 //       for no other block. So of all items that are not done the lowest one waits for nobody, and is worked on: its block has
 //       done those before it.
@@ -31,9 +34,11 @@
 //       two groups of products, makes the compiler wait after each product ("serialized" in its log, which a test looks for).
 //       Addresses of tiles follow from warp_number, so that they are in registers that a warp has once.
 // Precision: products of bf16 with fp32 sums; exp, lse and delta fp32; p and ds are rounded to bf16 as factors, of ds p, too, and
-//       dq, dk and dv as they are stored. exp is 2^x with log2(e) folded into the scale.
-// Determinism: every sum has a fixed order, dq's by the turns; the counter decides which block does what, not what is done. Where
-//       not `ordered`, the blocks between a tile's first and last add to dq as they come.
+//       dq, dk and dv as they are stored. exp is 2^x with log2(e) folded into the scale. partial: of dk and dv as they are
+//       rounded, of dq before.
+// Determinism: every sum has a fixed order, dq's by the turns, and each element of `partial` is one item's; the counter decides
+//       which block does what, not what is done. Where not `ordered`, the blocks between a tile's first and last add to dq as
+//       they come.
 // Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), section 3 and its supplement's algorithm 3; Dao 2023,
 //       arXiv:2307.08691, algorithm 2.
 //
@@ -137,10 +142,10 @@ inline void hand_dq_over(const float (&dq)[32], float4* place, unsigned full) {
     if (threadIdx.x % WARP == 0) arrive(full);
 }
 
-// A warpgroup's dk and dv of an item, through its own rows of the keys' and values' places.
+// A warpgroup's dk and dv of an item, through its own rows of the keys' and values' places, and their share of `partial`.
 template <int HEAD_DIM, int PARTS>
-void store_results(float (&dkey)[PARTS][32], float (&dvalue)[PARTS][32], const TensorMap& dqkv_map, unsigned keys,
-                   unsigned values, const Item& item, int heads, int kv_heads, float scale) {
+void store_results(float (&dkey)[PARTS][32], float (&dvalue)[PARTS][32], const TensorMap& dqkv_map, float* partial,
+                   unsigned keys, unsigned values, const Item& item, int length, int heads, int kv_heads, float scale) {
     constexpr int OWN = GROUP_ROWS * TILE_ROW_BYTES;
     const int group = threadIdx.x / WARPGROUP, first = item.first + group * GROUP_ROWS, head = heads + item.shared;
     const unsigned own_keys = keys + group * PARTS * OWN, own_values = values + group * PARTS * OWN;
@@ -155,17 +160,26 @@ void store_results(float (&dkey)[PARTS][32], float (&dvalue)[PARTS][32], const T
         store_sum(own_values + i * OWN, dvalue[i]);
     }
     fence_async();
-    sync_threads(2 + group, WARPGROUP);  // the results, written above by all, are copied by one
+    sync_threads(2 + group, WARPGROUP);  // the results, written above by all, are copied by one and summed by all
     if (threadIdx.x % WARPGROUP == 0) {
         store_rows<HEAD_DIM>(dqkv_map, own_keys, head, first, item.b);
         store_rows<HEAD_DIM>(dqkv_map, own_values, head + kv_heads, first, item.b);
+    }
+    if (!partial) return;
+    // Nobody writes to their places until all warps have read: where items rotate, not before the next one's first sync_threads,
+    // else not before give_back.
+    float* sums = item.row(partial, group, length, (heads + 2 * kv_heads) * HEAD_DIM) + head * HEAD_DIM;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+        sum_columns(sums + i * 64, own_keys + i * OWN);
+        sum_columns(sums + kv_heads * HEAD_DIM + i * 64, own_values + i * OWN);
     }
 }
 
 // A warpgroup: the products, of its 64 keys of each item.
 template <int HEAD_DIM>
-void multiply(const Layout<HEAD_DIM>& at, const TensorMap& dqkv_map, unsigned char* memory, int heads, int kv_heads,
-              float scale) {
+void multiply(const Layout<HEAD_DIM>& at, const TensorMap& dqkv_map, float* partial, unsigned char* memory, int length,
+              int heads, int kv_heads, float scale) {
     constexpr int TILE = QUERIES<HEAD_DIM>, PARTS = HEAD_DIM / 64, KEY_PART = KEYS * TILE_ROW_BYTES;
     constexpr int OWN = GROUP_ROWS * TILE_ROW_BYTES;
     const int group = warp_number() * WARP / WARPGROUP;
@@ -237,7 +251,7 @@ void multiply(const Layout<HEAD_DIM>& at, const TensorMap& dqkv_map, unsigned ch
             query = query + TILE == item.tiles * TILE ? 0 : query + TILE;  // of the next head
         }
         wait_products<0>();
-        store_results<HEAD_DIM>(dkey, dvalue, dqkv_map, keys, values, item, heads, kv_heads, scale);
+        store_results<HEAD_DIM>(dkey, dvalue, dqkv_map, partial, keys, values, item, length, heads, kv_heads, scale);
         if (!ROTATE<HEAD_DIM>) {
             if (thread == 0) wait_stores_read();
             give_back(at);
@@ -246,12 +260,12 @@ void multiply(const Layout<HEAD_DIM>& at, const TensorMap& dqkv_map, unsigned ch
     }
 }
 
-// Grid: a block a multiprocessor, at most one an item. turns and taken, the items taken, are zero.
+// Grid: a block a multiprocessor, at most one an item. turns and taken, the items taken, are zero. partial may be null.
 template <int HEAD_DIM>
 __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     attention_backward(const __grid_constant__ TensorMap dqkv_map, const __grid_constant__ TensorMap dout_map,
-                       const __grid_constant__ TensorMap qkv_map, bf16* dqkv, float* dq_sum, int* turns, int* taken,
-                       const float* delta, const float* lse, const int* start, int batch, int length, int heads,
+                       const __grid_constant__ TensorMap qkv_map, bf16* dqkv, float* partial, float* dq_sum, int* turns,
+                       int* taken, const float* delta, const float* lse, const int* start, int batch, int length, int heads,
                        int kv_heads, bool ordered, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const Layout<HEAD_DIM> at(memory);
@@ -260,14 +274,14 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     const int warp = warp_number() - ALL_GROUPS / WARP;
     if (warp < 0) {
         take_registers<224>();
-        multiply(at, dqkv_map, memory, heads, kv_heads, scale);
+        multiply(at, dqkv_map, partial, memory, length, heads, kv_heads, scale);
         if (threadIdx.x % WARPGROUP == 0) wait_stores();  // they read this block's memory
     } else {
         give_registers<56>();
         if (warp == 0)
             copy_items(at, dout_map, qkv_map, memory, taken, delta, lse, start, batch, length, heads, kv_heads);
         else if (warp <= GROUPS)
-            pass_dq(at, warp - 1, memory, dqkv, dq_sum, turns, start, length, heads, kv_heads, ordered, scale);
+            pass_dq(at, warp - 1, memory, dqkv, dq_sum, turns, partial, start, length, heads, kv_heads, ordered, scale);
     }
     __syncthreads();  // all end together
 }

@@ -48,6 +48,12 @@ struct Item {
     }
 
     int steps() const { return (heads_end - head) * tiles; }
+
+    // One of its rows of `partial`.
+    float* row(float* partial, int group, int length, int width) const {
+        const int key_tiles = (length + KEYS - 1) / KEYS;
+        return partial + (long long)((b * key_tiles + first / KEYS) * GROUPS + group) * width;
+    }
 };
 
 // Addresses in shared memory.
@@ -199,8 +205,9 @@ void give_back(const Layout<HEAD_DIM>& at) {
 // A warp: passes on what warpgroup `group` has added up for dq, in turn. Not `ordered`, only the first and the last keep theirs.
 template <int HEAD_DIM>
 void pass_dq(const Layout<HEAD_DIM>& at, int group, const unsigned char* memory, bf16* dqkv, float* dq_sum, int* turns,
-             const int* start, int length, int heads, int kv_heads, bool ordered, float scale) {
+             float* partial, const int* start, int length, int heads, int kv_heads, bool ordered, float scale) {
     constexpr int TILE = QUERIES<HEAD_DIM>, BYTES = Layout<HEAD_DIM>::DQ_BYTES;
+    constexpr int WRITERS = HEAD_DIM == 64 ? 4 : 8;  // lanes, 4 a row of partial: at D = 128 a group has all queries, for both
     const int lane = threadIdx.x % WARP, tiles = (length + TILE - 1) / TILE, width = (heads + 2 * kv_heads) * HEAD_DIM;
     const int rows_from = HEAD_DIM == 64 ? group * 64 : 0, columns_from = HEAD_DIM == 64 ? 0 : group * 64;
     const float4* add = reinterpret_cast<const float4*>(memory + (at.dq - at.keys) + group * BYTES) + lane;
@@ -210,7 +217,9 @@ void pass_dq(const Layout<HEAD_DIM>& at, int group, const unsigned char* memory,
         const Item& item = receive_item(at, round);
         give_back(at);
         if (item.tiles == 0) return;
-        for (int head = item.head; head < item.heads_end; head++)
+        for (int head = item.head; head < item.heads_end; head++) {
+            const int column = head * HEAD_DIM + columns_from + lane % 4 * 2;
+            float sums[16] = {};  // of the lane's columns, over the rows that it has stored
             for (int tile = item.tile; tile < item.tile + item.tiles; tile++, step++) {
                 const long long index = (((long long)item.b * heads + head) * tiles + tile) * GROUPS + group;
                 float* sum = dq_sum + index * PART;
@@ -245,7 +254,7 @@ void pass_dq(const Layout<HEAD_DIM>& at, int group, const unsigned char* memory,
                     continue;
                 }
                 if (turn > 0) wait(at.before_full[group], loads++ % 2);
-                const int query = tile * TILE + rows_from + lane / 4, column = head * HEAD_DIM + columns_from + lane % 4 * 2;
+                const int query = tile * TILE + rows_from + lane / 4;
                 bf16* target = dqkv + ((long long)item.b * length + query) * width + column;
 #pragma unroll 1
                 for (int warp = 0; warp < WARPGROUP / WARP; warp++)  // the fragments of its lanes
@@ -256,6 +265,8 @@ void pass_dq(const Layout<HEAD_DIM>& at, int group, const unsigned char* memory,
                             const float4 rest = before[j * WARPGROUP + warp * WARP];
                             value = {rest.x + value.x, rest.y + value.y, rest.z + value.z, rest.w + value.w};
                         }
+                        sums[2 * j] += value.x + value.z;  // rows past the end are 0
+                        sums[2 * j + 1] += value.y + value.w;
                         const int row = query + warp * 16;
                         unsigned* pair = reinterpret_cast<unsigned*>(target + (long long)warp * 16 * width + j * 8);
                         if (row < length) *pair = pack(value.x * scale, value.y * scale);
@@ -264,5 +275,15 @@ void pass_dq(const Layout<HEAD_DIM>& at, int group, const unsigned char* memory,
                 __syncwarp();  // all have read the part
                 if (lane == 0) arrive(at.dq_empty[group]);
             }
+            if (!partial) continue;
+            float* to = item.row(partial, HEAD_DIM == 64 ? group : lane / 4 % GROUPS, length, width) + column;
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+#pragma unroll
+                for (int offset = WARP / 2; offset >= WRITERS; offset /= 2)
+                    sums[i] += __shfl_xor_sync(ALL_LANES, sums[i], offset);
+                if (lane < WRITERS) to[i / 2 * 8 + i % 2] = sums[i] * scale;
+            }
+        }
     }
 }

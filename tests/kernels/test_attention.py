@@ -31,12 +31,12 @@ def inputs(case: Attention) -> Arrays:
     }
 
 
-def run(a: Arrays) -> Arrays:
+def run(a: Arrays, dbias: Array | None = None) -> Arrays:
     """Forward and backward."""
     batch, length, heads, _ = a["dout"].shape
     out, lse, dqkv = unwritten(a["dout"]), unwritten(a["dout"], batch, heads, length), unwritten(a["qkv"])
     attention_forward(out, lse, a["qkv"], a["start"])
-    attention_backward(dqkv, a["dout"], out, lse, a["qkv"], a["start"])
+    attention_backward(dqkv, a["dout"], out, lse, a["qkv"], a["start"], dbias)
     return {"out": out, "lse": lse, "dqkv": dqkv}
 
 
@@ -74,6 +74,17 @@ def test_is_a_dense_masked_softmax(case: Attention) -> None:
     got, expected = run(a), dense(a)
     for name in expected:
         assert_within(name, got[name], expected[name], 1e-13 * (1 + np.abs(expected[name]).max()))
+
+
+# A position left out of the bias's gradient, a head's sums in another's place, or what was there overwritten.
+@pytest.mark.parametrize("case", ATTENTION)
+def test_bias_gradient_is_the_sum_over_positions(case: Attention) -> None:
+    a = inputs(case)
+    dbias = np.full((case.heads + 2 * case.kv_heads) * case.head_dim, 3.0)
+    got = run(a, dbias)
+    assert_same_bits(got, run(a))
+    rows = got["dqkv"].reshape(-1, dbias.size)
+    assert_within("dbias", dbias, 3 + rows.sum(axis=0), 1e-14 * (3 + np.abs(rows).sum(axis=0).max()))
 
 
 # A missing delta, or a query of a group left out of dk and dv.

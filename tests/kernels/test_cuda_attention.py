@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from kernels.cpu.attention import attention_backward, attention_forward
+from kernels.cpu.bias import bias_backward
 from kernels.cpu.decode_attention import decode_attention_forward
 from tests.cases import ATTENTION, Attention
-from tests.compare import Arrays, documents, normal, unwritten
+from tests.compare import Arrays, assert_same_bits, documents, normal, unwritten
 from tests.cuda import STORAGES, Cpu, Gpu, Side, assert_calibrated_op, gpu, truncated
 
 pytestmark = pytest.mark.gpu
@@ -49,8 +50,21 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return storage, precision
 
 
-def attention(side: Side, a: Arrays, tf32: bool = False) -> Arrays:
-    """Forward and backward; where tensor cores multiply tf32, the baseline's factors are rounded to that."""
+def inputs(case: Attention) -> Arrays:
+    """Random arrays."""
+    rng = np.random.default_rng(case[:5])
+    return {
+        "qkv": normal(rng, case.batch, case.length, case.heads + 2 * case.kv_heads, case.head_dim),
+        "dout": normal(rng, case.batch, case.length, case.heads, case.head_dim),
+        "start": documents(rng, case.batch, case.length, case.documents),
+    }
+
+
+def attention(side: Side, a: Arrays, tf32: bool = False, bias: bool = True) -> Arrays:
+    """Forward and backward; where tensor cores multiply tf32, the baseline's factors are rounded to that.
+
+    Also the bias's gradient, on top of ones: the CPU's after its dqkv is rounded, as the GPU may sum what it has stored.
+    """
     batch, length, heads, _ = a["dout"].shape
     if tf32 and isinstance(side, Cpu) and side.precision is np.float32:
         a = {**a, "qkv": truncated(a["qkv"]), "dout": truncated(a["dout"])}
@@ -58,22 +72,33 @@ def attention(side: Side, a: Arrays, tf32: bool = False) -> Arrays:
     out, dqkv = side.stored(unwritten(a["dout"])), side.stored(unwritten(a["qkv"]))
     lse = side.single(unwritten(a["dout"], batch, heads, length))
     side(attention_forward, out, lse, qkv, start)
-    side(attention_backward, dqkv, dout, out, lse, qkv, start)
-    return {"out": out, "lse": lse, "dqkv": dqkv}
+    dbias = side.single(np.ones(a["qkv"][0, 0].size))
+    side(attention_backward, dqkv, dout, out, lse, qkv, start, dbias if bias and isinstance(side, Gpu) else None)
+    if isinstance(side, Cpu):
+        side(bias_backward, dbias, dqkv.reshape(batch * length, -1))
+    return {"out": out, "lse": lse, "dqkv": dqkv, "dbias": dbias}
 
 
-# A tile or a head too many or too few, a key of another document, a fragment in the wrong lane.
+# A tile or a head too many or too few, a key of another document, a fragment in the wrong lane, a tile's sums never written.
 @pytest.mark.parametrize("case", [*ATTENTION, *TILED])
 def test_attention(case: Attention, kernel: tuple[np.dtype[np.generic], str]) -> None:
     storage, precision = kernel
-    rng = np.random.default_rng(case[:5])
-    arrays = {
-        "qkv": normal(rng, case.batch, case.length, case.heads + 2 * case.kv_heads, case.head_dim),
-        "dout": normal(rng, case.batch, case.length, case.heads, case.head_dim),
-        "start": documents(rng, case.batch, case.length, case.documents),
-    }
-    tf32 = precision == "tf32" and case.head_dim % 32 == 0
-    assert_calibrated_op(partial(attention, tf32=tf32), arrays, storage, single=("lse",), repeats=gpu().deterministic)
+    run = partial(attention, tf32=precision == "tf32" and case.head_dim % 32 == 0)
+    arrays, repeats = inputs(case), gpu().deterministic
+    # A query's ds cancel, as do dk's sums and a dq that sees one key: what is left of each row is the rounding of such a term.
+    term = np.abs(arrays["dout"]).max() * np.abs(arrays["qkv"]).max() ** 2
+    scale = {"dbias": float(np.sqrt(case.batch * case.length) * term)}
+    assert_calibrated_op(run, arrays, storage, sums=("dbias",), single=("lse",), scale=scale, repeats=repeats)
+
+
+# What a model with RoPE calls: sums written all the same, through a null pointer, or another gradient.
+@pytest.mark.parametrize("case", TILED)
+def test_gradient_without_the_bias(case: Attention, kernel: tuple[np.dtype[np.generic], str]) -> None:
+    side, arrays = Gpu(kernel[0]), inputs(case)
+    got, alone = ({"dqkv": side.host(attention(side, arrays, bias=bias)["dqkv"])} for bias in (True, False))
+    assert np.isfinite(alone["dqkv"]).all()
+    if gpu().deterministic:
+        assert_same_bits(alone, got)
 
 
 def decode(side: Side, a: Arrays) -> Arrays:

@@ -184,7 +184,8 @@ def attention_calls(m: Maker, s: Sizes) -> Calls:
     yield "rope_forward", (qkv, ids, table), {"rotated": rotated}
     yield "rope_backward", (qkv, ids, table), {"rotated": rotated}
     yield "attention_forward", (out, lse, qkv, ids), {}
-    yield "attention_backward", (qkv, out, out, lse, qkv, ids), {}
+    for dbias in (None, f(all_heads * head_dim)):
+        yield "attention_backward", (qkv, out, out, lse, qkv, ids, dbias), {}
     cache = (t(batch, 2 * length, s.kv_heads, head_dim) for _ in range(2))
     yield "decode_attention_forward", (out, qkv, *cache, m.ids()), {}
 
