@@ -10,6 +10,7 @@
 //       GELU and stores while the other keeps the tensor cores busy. In a third warpgroup one thread copies the factors. The
 //       blocks of a cluster own tiles one below the other: each copies half of the columns' factor, to both.
 // Stage: free once both blocks' products have read it, as each block's copies go to both.
+// Turns: a warpgroup's products begin when the other has seen all of its factors arrive: a barrier tells two phases apart, not more.
 // On its way out, and `up` on its way in, a tile lies as 2 x 2 tiles of hopper.cuh, which the warpgroup has for itself.
 // Precision: products of bf16 with fp32 sums; up and dup are rounded once, act is GELU's of up before rounding, dbias sums dup as it
 //            is rounded.
@@ -24,6 +25,7 @@ constexpr int TILE = 128, DEPTH = 64, STAGES = 5, GROUPS = 2, CLUSTER = 2;
 constexpr int BOX = 64, BOX_BYTES = BOX * TILE_ROW_BYTES;  // a tile of hopper.cuh: what is copied at a time
 constexpr int FACTOR_BYTES = TILE * DEPTH * 2, OWN_BYTES = TILE * TILE * 2;
 constexpr int PARTS = OWN_BYTES / BOX_BYTES;
+constexpr int PLACES = 1, TURNS = PLACES + GROUPS;  // hardware barriers, one a warpgroup: of its tile's place, of its turn
 
 // Addresses in shared memory.
 struct Layout {
@@ -51,11 +53,14 @@ struct Tiles {
         : across((n + TILE - 1) / TILE), count((m + CLUSTER * TILE - 1) / (CLUSTER * TILE) * across), next(blockIdx.x / CLUSTER),
           step(gridDim.x / CLUSTER) {}
 
+    bool more() const { return next < count; }
+
     bool take() {
         row = (next / across * CLUSTER + cluster_rank()) * TILE;
         column = next % across * TILE;
+        const bool taken = more();
         next += step;
-        return next - step < count;
+        return taken;
     }
 };
 
@@ -96,7 +101,7 @@ inline void store_gelu(float (&sum)[2][64], unsigned own, const TensorMap& up_ma
         const int half = part / 2, side = part % 2, column = tiles.column + side * BOX;
         const unsigned up = own + part % 2 * 2 * BOX_BYTES, act = up + BOX_BYTES;
         if (thread == 0) wait_stores_read<1>();
-        sync_threads(1 + group, WARPGROUP);  // the place is free
+        sync_threads(PLACES + group, WARPGROUP);  // the place is free
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int i = side * 4 + k;
@@ -113,7 +118,7 @@ inline void store_gelu(float (&sum)[2][64], unsigned own, const TensorMap& up_ma
             store_fragment(act, k, fragment);
         }
         fence_async();
-        sync_threads(1 + group, WARPGROUP);  // both, written above by all, are copied by one
+        sync_threads(PLACES + group, WARPGROUP);  // both, written above by all, are copied by one
         if (thread == 0) {
             store_box(up_map, up, column, 0, tiles.row + half * BOX, 0);
             store_box(act_map, act, column, 0, tiles.row + half * BOX, 0);
@@ -166,7 +171,7 @@ inline void store_gelu_gradient(float (&sum)[2][64], unsigned own, unsigned full
         }
     }
     fence_async();
-    sync_threads(1 + group, WARPGROUP);  // dup, written above by all, is copied by one and read by all
+    sync_threads(PLACES + group, WARPGROUP);  // dup, written above by all, is copied by one and read by all
     if (thread == 0) {
 #pragma unroll
         for (int part = 0; part < PARTS; part++)
@@ -204,10 +209,12 @@ void multiply(const Layout& at, const TensorMap& up_map, const TensorMap& out_ma
                 load_box(own + part * BOX_BYTES, up_map, at.up_full[group], tiles.column + part % 2 * BOX, 0,
                          tiles.row + part / 2 * BOX, 0);
         }
+        if (number > 0) sync_threads(TURNS + group, GROUPS * WARPGROUP);
         for (int i = 0; i < steps; i++, step++) {
             const unsigned place = step % STAGES * 2 * FACTOR_BYTES;
             const unsigned long long a = tile_descriptor(at.a + place), b = tile_descriptor(at.b + place, BOX_BYTES);
             wait(at.full[step % STAGES], step / STAGES % 2);
+            if (i == steps - 1 && tiles.more()) arrive_threads(TURNS + 1 - group, GROUPS * WARPGROUP);
             fence_products();
 #pragma unroll
             for (int term = 0; term < DEPTH / 16; term++)
@@ -225,7 +232,7 @@ void multiply(const Layout& at, const TensorMap& up_map, const TensorMap& out_ma
         release(step - 1);
         if constexpr (BACKWARD) {
             store_gelu_gradient(sum, own, at.up_full[group], number / GROUPS % 2, out_map, partial, tiles, m, n);
-            sync_threads(1 + group, WARPGROUP);  // all have read dup
+            sync_threads(PLACES + group, WARPGROUP);  // all have read dup
         } else {
             store_gelu(sum, own, up_map, out_map, bias, tiles, n);
         }
