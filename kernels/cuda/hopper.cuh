@@ -140,10 +140,10 @@ inline void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Arrive at the barrier that lies in the same place of block `rank`.
+// Arrive at the barrier that lies in the same place of block `rank`; of what this thread wrote, that block is told nothing.
 inline void arrive_at(unsigned barrier, int rank) {
     asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
                  : "memory");
 }
 
