@@ -18,7 +18,7 @@ from kernels.cuda.vectors import vector_size
 _SIZE = 8  # elements that the library's rows are multiples of here
 _HOPPER = Kernel("matmul_hopper.cu", "matmul_gelu", ((False,), (True,)), hopper=True)
 # The kernel's TILE, BOX, threads, and shared memory: five stages of two factors, two warpgroups' tiles, and barriers.
-_TILE, _BOX, _BLOCK, _CLUSTER = 128, 64, 3 * 128, 2
+_TILE, _BOX, _BLOCK, _CLUSTER, _WARPS = 128, 64, 3 * 128, 2, 4
 _SHARED_BYTES = 7 * 2 * _TILE * _BOX * BF16.itemsize + 128
 
 
@@ -44,11 +44,11 @@ def matmul_gelu_backward(
 ) -> None:  # fmt: skip
     """See kernels.cpu.matmul_gelu.matmul_gelu_backward. dweight and dbias are fp32, all else T; in bf16 dup is rounded once.
 
-    Workspace: on Hopper a row of fp32 for each 128 rows.
+    Workspace: on Hopper a row of fp32 for each 32 rows.
     """
     if _by_hopper(device, up, dout):
         weight_gradient(device, dweight, dout, act, add_dweight)
-        partial = None if dbias is None else device.workspace(((1, -(-len(up) // _TILE), up.shape[1]), FLOAT))[0]
+        partial = None if dbias is None else device.workspace(((1, _WARPS * -(-len(up) // _TILE), up.shape[1]), FLOAT))[0]
         _launch(device, True, up, dup, dout, weight, None, partial)
         if dbias is not None:
             add_rows(device, partial, dbias)

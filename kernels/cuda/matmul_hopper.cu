@@ -3,17 +3,18 @@
 //     forward     up  = a b^T (+ bias),       act = gelu(up)                     a (m, k) activations, b (n, k) weights
 //     backward    dup = (a b) gelu'(up),      dbias = sum over rows of dup       a (m, k) gradients, b (k, n) weights
 //
-// Layout: a, b, up, act and dup row-major; up, act and dup (m, n). 64 divides n and k. bias (n,) bf16. partial (ceil(m / TILE), n)
-//         fp32: of dbias, a row for each TILE rows, which columns.cu adds up.
+// Layout: a, b, up, act and dup row-major; up, act and dup (m, n). 64 divides n and k. bias (n,) bf16. partial (4 ceil(m / TILE), n)
+//         fp32: of dbias, a row for each warp of each tile, which columns.cu adds up.
 // Work: a block stays on its multiprocessor and takes every so-manieth tile, TILE x TILE of the results, along a row of tiles first.
 //       Two warpgroups multiply in turns, a tile each, both from one queue of STAGES stages of DEPTH terms: so one rounds, applies
 //       GELU and stores while the other keeps the tensor cores busy. In a third warpgroup one thread copies the factors. The
 //       blocks of a cluster own tiles one below the other: each copies half of the columns' factor, to both.
 // Stage: free once both blocks' products have read it, as each block's copies go to both.
-// Turns: a warpgroup's products begin when the other has seen all of its factors arrive: a barrier tells two phases apart, not more.
+// Turns: a barrier tells a phase from the one before, not from an earlier one; so a warpgroup begins to wait for its first factors
+//        when the other has seen those arrive that were in the same place before.
 // On its way out, and `up` on its way in, a tile lies as 2 x 2 tiles of hopper.cuh, which the warpgroup has for itself.
-// Precision: products of bf16 with fp32 sums; up and dup are rounded once, act is GELU's of up before rounding, dbias sums dup as it
-//            is rounded.
+// Precision: products of bf16 with fp32 sums; up and dup are rounded once, act is GELU's of up before rounding, dbias sums dup
+//            before that.
 // Determinism: each element's sum is over k in order, each of partial's over rows in a fixed order; no atomics.
 // Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2 (GELU, with tanh); Shah et al. 2024, arXiv:2407.08608, section 3.1
 //         (warpgroups in turns); PTX ISA, "Asynchronous warpgroup level matrix instructions".
@@ -100,17 +101,18 @@ inline void store_gelu(float (&sum)[2][64], unsigned own, const TensorMap& up_ma
     for (int part = 0; part < PARTS; part++) {
         const int half = part / 2, side = part % 2, column = tiles.column + side * BOX;
         const unsigned up = own + part % 2 * 2 * BOX_BYTES, act = up + BOX_BYTES;
+        unsigned shift[8] = {};  // the lane's pairs of columns of bias
+        if (bias && column < n)
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                shift[j] = *reinterpret_cast<const unsigned*>(bias + column + j * 8 + threadIdx.x % 4 * 2);
         if (thread == 0) wait_stores_read<1>();
         sync_threads(PLACES + group, WARPGROUP);  // the place is free
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int i = side * 4 + k;
-            unsigned pair[2] = {}, fragment[4];
-            if (bias && column < n)
-#pragma unroll
-                for (int j = 0; j < 2; j++)
-                    pair[j] = *reinterpret_cast<const unsigned*>(bias + column + k * 16 + j * 8 + threadIdx.x % 4 * 2);
-            change(sum[half], i, [&](float x, int e) { return x + of_pair(pair[e / 4], e % 2); });
+            unsigned fragment[4];
+            change(sum[half], i, [&](float x, int e) { return x + of_pair(shift[2 * k + e / 4], e % 2); });
             round_fragment(fragment, sum[half], i);
             store_fragment(up, k, fragment);
             change(sum[half], i, [&](float x, int) { return x * sigmoid_of_cubic(x); });
@@ -127,23 +129,34 @@ inline void store_gelu(float (&sum)[2][64], unsigned own, const TensorMap& up_ma
     }
 }
 
-// A pair of neighbouring columns of a tile in `own`, summed over its rows: by two threads, which take 4 rows in turns, so that the
-// lanes of a warp read different banks.
-inline float2 sum_columns(unsigned own, int pair, int turn) {
-    float2 sum = {};
-#pragma unroll 8
-    for (int i = 0; i < TILE / 2; i++) {
-        const int row = i / 4 * 8 + turn * 4 + i % 4, side = pair / 32;
-        const unsigned tile = own + (row / BOX * 2 + side) * BOX_BYTES;
-        unsigned both;
-        asm volatile("ld.shared.u32 %0, [%1];"
-                     : "=r"(both)
-                     : "r"(tile + row % BOX * TILE_ROW_BYTES + (pair % 32 / 4 ^ row % 8) * 16 + pair % 4 * 4)
-                     : "memory");
-        sum.x += of_pair(both, 0);
-        sum.y += of_pair(both, 1);
+// Of 2 COUNT sums a lane goes on with half, and its partner, so many lanes away, with the other.
+template <int COUNT, int APART>
+void share_sums(float (&sum)[32]) {
+    const bool upper = threadIdx.x & APART;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const float passed = __shfl_xor_sync(ALL_LANES, upper ? sum[i] : sum[i + COUNT], APART);
+        sum[i] = (upper ? sum[i + COUNT] : sum[i]) + passed;
     }
-    return {sum.x + __shfl_xor_sync(ALL_LANES, sum.x, 1), sum.y + __shfl_xor_sync(ALL_LANES, sum.y, 1)};
+}
+
+// The sums over a warp's rows of a tile's columns; `partial`: its row, from the tile's first column on, `columns` of which there are.
+inline void store_column_sums(const float (&sum)[2][64], float* partial, int columns) {
+    const int lane = threadIdx.x % WARP;
+    float column[32];  // 2 j and 2 j + 1: of columns 8 j + 2 t and the next
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        const int e = i / 2 * 4 + i % 2;
+        column[i] = (sum[0][e] + sum[0][e + 2]) + (sum[1][e] + sum[1][e + 2]);
+    }
+    share_sums<16, 16>(column);
+    share_sums<8, 8>(column);
+    share_sums<4, 4>(column);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {  // of 16 j, three bits of the lane's number have chosen two
+        const int first = (lane / 16 * 8 + lane / 8 % 2 * 4 + lane / 4 % 2 * 2 + i) * 8 + lane % 4 * 2;
+        if (first < columns) *reinterpret_cast<float2*>(partial + first) = {column[2 * i], column[2 * i + 1]};
+    }
 }
 
 // A warpgroup: dup of a tile, in the place of up, which is there once `full` says so.
@@ -160,28 +173,23 @@ inline void store_gelu_gradient(float (&sum)[2][64], unsigned own, unsigned full
         for (int k = 0; k < 4; k++) {
             unsigned fragment[4];
             load_matrices(fragment, place + row * TILE_ROW_BYTES + ((2 * k + lane / 16) ^ lane % 8) * 16);
-            change(sum[half], side * 4 + k, [&](float d, int e) {
-                const float x = of_pair(fragment[e / 2], e % 2), square = x * x;
-                const float s = sigmoid(x * fmaf(SCALE * CUBIC, square, SCALE));
-                const float slope = x * fmaf(3 * SCALE * CUBIC, square, SCALE);
-                return d * fmaf(fmaf(-s, s, s), slope, s);
-            });
+            change(sum[half], side * 4 + k, [&](float d, int e) { return d * gelu_slope(of_pair(fragment[e / 2], e % 2)); });
             round_fragment(fragment, sum[half], side * 4 + k);
             store_fragment(place, k, fragment);
         }
     }
     fence_async();
-    sync_threads(PLACES + group, WARPGROUP);  // dup, written above by all, is copied by one and read by all
+    sync_threads(PLACES + group, WARPGROUP);  // dup, written above by all, is copied by one
     if (thread == 0) {
 #pragma unroll
         for (int part = 0; part < PARTS; part++)
             store_box(dup_map, own + part * BOX_BYTES, tiles.column + part % 2 * BOX, 0, tiles.row + part / 2 * BOX, 0);
         commit_stores();
     }
-    const float2 total = sum_columns(own, thread / 2, thread % 2);
-    const int column = tiles.column + thread / 2 * 2;
-    if (partial && thread % 2 == 0 && tiles.row < m && column < n)
-        *reinterpret_cast<float2*>(partial + (long long)(tiles.row / TILE) * n + column) = total;
+    if (partial && tiles.row < m) {
+        const long long own_row = tiles.row / TILE * WARPGROUP / WARP + thread / WARP;
+        store_column_sums(sum, partial + own_row * n + tiles.column, n - tiles.column);
+    }
 }
 
 // A warpgroup: every GROUPS-th of the block's tiles.
@@ -190,7 +198,7 @@ void multiply(const Layout& at, const TensorMap& up_map, const TensorMap& out_ma
               int m, int n, int k) {
     const int group = warp_number() * WARP / WARPGROUP, thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP;
     const unsigned own = at.own + group * OWN_BYTES;
-    const int steps = k / DEPTH;
+    const int steps = k / DEPTH, turn = max(steps - STAGES, 0);
     float sum[2][64] = {};
     unsigned step = 0;
     const auto release = [&](unsigned step) {
@@ -214,7 +222,7 @@ void multiply(const Layout& at, const TensorMap& up_map, const TensorMap& out_ma
             const unsigned place = step % STAGES * 2 * FACTOR_BYTES;
             const unsigned long long a = tile_descriptor(at.a + place), b = tile_descriptor(at.b + place, BOX_BYTES);
             wait(at.full[step % STAGES], step / STAGES % 2);
-            if (i == steps - 1 && tiles.more()) arrive_threads(TURNS + 1 - group, GROUPS * WARPGROUP);
+            if (i == turn && tiles.more()) arrive_threads(TURNS + 1 - group, GROUPS * WARPGROUP);
             fence_products();
 #pragma unroll
             for (int term = 0; term < DEPTH / 16; term++)
@@ -232,7 +240,6 @@ void multiply(const Layout& at, const TensorMap& up_map, const TensorMap& out_ma
         release(step - 1);
         if constexpr (BACKWARD) {
             store_gelu_gradient(sum, own, at.up_full[group], number / GROUPS % 2, out_map, partial, tiles, m, n);
-            sync_threads(PLACES + group, WARPGROUP);  // all have read dup
         } else {
             store_gelu(sum, own, up_map, out_map, bias, tiles, n);
         }
