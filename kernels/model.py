@@ -130,8 +130,7 @@ class Transformer:
         self._norm_backward("norm", 0, dresidual, None, dnorm, f"blocks.{c.layers - 1}.down")
         for i in reversed(range(c.layers)):
             block = f"blocks.{i}."
-            self._down_backward(f"{block}down", dup, dresidual, self._up(rows, i), self._rows("act", rows, c.ffn, i), add)
-            self._linear_backward(f"{block}up", dnorm, dup, self._rows("norm2", rows, c.dim, i), add)
+            self._mlp_backward(block, dnorm, dup, dresidual, i, add)
             self._norm_backward(f"{block}norm2", i, dresidual, dresidual, dnorm, f"{block}proj")
             attended = self._rows("attended", rows, c.dim, i)
             self._product_backward(f"{block}proj", dattended, dresidual, attended, add)
@@ -203,17 +202,21 @@ class Transformer:
         weight = f"{name}.weight"
         self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, self.weights[weight], add_dweight=add)
 
-    def _down_backward(self, name: str, dup: Array, dout: Array, up: Array, act: Array, add: bool) -> None:
-        """_product_backward on through the activation; with recompute act is made anew."""
-        swiglu, ops, weight = self.config.mlp == "swiglu", self.ops, f"{name}.weight"
+    def _mlp_backward(self, block: str, dnorm: Array, dup: Array, dout: Array, layer: int, add: bool) -> None:
+        """From dout (rows, C) to dnorm, by way of dup; with recompute act is made anew."""
+        c, ops, rows, down = self.config, self.ops, len(dout), f"{block}down"
+        up, act, norm = self._up(rows, layer), self._rows("act", rows, c.ffn, layer), self._rows("norm2", rows, c.dim, layer)
         if self.numerics.recompute == "mlp":
-            (ops.swiglu_forward if swiglu else ops.gelu_forward)(act, up)
-        if swiglu:
+            (ops.swiglu_forward if c.mlp == "swiglu" else ops.gelu_forward)(act, up)
+        if c.mlp == "swiglu":
             dact = self._rows("dact", *act.shape)
-            self._product_backward(name, dact, dout, act, add)
+            self._product_backward(down, dact, dout, act, add)
             ops.swiglu_backward(dup, dact, up)
+            self._linear_backward(f"{block}up", dnorm, dup, norm, add)
             return
-        ops.matmul_gelu_backward(dup, self.grads[weight], dout, act, up, self.weights[weight], add_dweight=add)
+        weight, dbias = f"{down}.weight", self.grads.get(f"{block}up.bias")
+        ops.matmul_gelu_backward(dup, self.grads[weight], dout, act, up, self.weights[weight], dbias, add_dweight=add)
+        self._product_backward(f"{block}up", dnorm, dup, norm, add)
 
     def _norm_buffers(self, name: str, layer: int, rows: int) -> tuple[Array, Array, list[Array]]:
         """The stream that a norm read, its output, and its saved statistics."""

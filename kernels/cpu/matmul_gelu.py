@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.cpu.bias import bias_backward
 from kernels.cpu.gelu import gelu_backward, gelu_forward
 from kernels.cpu.matmul import matmul_backward, matmul_forward
 
@@ -25,11 +26,13 @@ def matmul_gelu_forward(act: Array, up: Array, inp: Array, weight: Array, bias: 
 
 
 def matmul_gelu_backward(
-    dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Array, *, add_dweight: bool = True
-) -> None:
+    dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Array, dbias: Array | None = None, *,
+    add_dweight: bool = True,
+) -> None:  # fmt: skip
     """Back through the product that reads act, out = act @ weight^T, and through the GELU.
 
         dweight += dout^T @ act (= where not add_dweight)            dup = (dout @ weight) * gelu'(up)
+        dbias += sum over rows of dup
 
     Args:
         dup:     (rows, F), overwritten.
@@ -37,6 +40,9 @@ def matmul_gelu_backward(
         dout:    (rows, outputs).
         act, up: (rows, F), the forward pass's.
         weight:  (outputs, F).
+        dbias:   (F,), of the product that made up: accumulated; or None.
     """
     matmul_backward(dup, dweight, dout, act, weight, add_dweight=add_dweight)
     gelu_backward(dup, dup, up)
+    if dbias is not None:
+        bias_backward(dbias, dup)

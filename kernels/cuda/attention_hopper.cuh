@@ -11,19 +11,6 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 inline float minus_infinity() { return __int_as_float(0xff800000); }
 
-// Barriers side by side in shared memory.
-struct Barriers {
-    unsigned address;
-
-    explicit Barriers(unsigned address) : address(address) {}
-    unsigned operator[](int i) const { return address + 8 * i; }
-    unsigned end(int count) const { return address + 8 * count; }
-
-    void init(int count, int arrivals) const {
-        for (int i = 0; i < count; i++) init_barrier(address + 8 * i, arrivals);
-    }
-};
-
 // Start to copy ROWS rows of a head to a tile, `full` being told. One thread.
 template <int HEAD_DIM, int ROWS>
 void load_rows(unsigned tile, const TensorMap& map, unsigned full, int head, int row, int b) {

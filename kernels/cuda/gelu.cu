@@ -41,11 +41,7 @@ __global__ void __launch_bounds__(256) gelu_backward(T* dinp, const T* dout, con
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         if (first + v * blockDim.x >= count) return;
-        d[v].set([&](int j) {
-            const float value = x[v](j), s = sigmoid_of_cubic(value);
-            const float slope = SCALE * (1.0f + 3.0f * CUBIC * value * value);
-            return d[v](j) * (s + value * s * (1.0f - s) * slope);
-        });
+        d[v].set([&](int j) { return d[v](j) * gelu_slope(x[v](j)); });
         d[v].store(dinp + (long long)(first + v * blockDim.x) * SIZE);
     }
 }

@@ -61,6 +61,19 @@ inline void wait(unsigned barrier, int parity) {
     while (!phase_is_over(barrier, parity)) {}
 }
 
+// Barriers side by side in shared memory.
+struct Barriers {
+    unsigned address;
+
+    explicit Barriers(unsigned address) : address(address) {}
+    unsigned operator[](int i) const { return address + 8 * i; }
+    unsigned end(int count) const { return address + 8 * count; }
+
+    void init(int count, int arrivals) const {
+        for (int i = 0; i < count; i++) init_barrier(address + 8 * i, arrivals);
+    }
+};
+
 // Hardware barrier `id` (1 to 15; 0 is __syncthreads') among `threads` threads of whole warps.
 inline void sync_threads(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
@@ -107,10 +120,41 @@ inline void add_floats(float* target, unsigned source, int bytes) {
                  : "memory");
 }
 
-// The stores that this thread started: their sources have been read, or all has been written.
+// The stores that this thread started: the sources of all but the last PENDING groups have been read, or all has been written.
 inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int PENDING = 0>
+void wait_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
 inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// ---- clusters: blocks on neighbouring multiprocessors that write to each other's shared memory and arrive at its barriers.
+
+inline int cluster_rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+inline void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Arrive at the barrier that lies in the same place of block `rank`; of what this thread wrote, that block is told nothing.
+inline void arrive_at(unsigned barrier, int rank) {
+    asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
+                 : "memory");
+}
+
+// Start to copy a box of map to the same tile of each block whose bit is set in `ranks`; its bytes count at their barriers.
+inline void load_box_to(int ranks, unsigned tile, const TensorMap& map, unsigned barrier, int d, int head, int row, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(tile),
+        "l"(&map), "r"(barrier), "r"(d), "r"(head), "r"(row), "r"(batch), "h"((short)ranks)
+        : "memory");
+}
 
 // ---- between blocks: what was written before a release is seen by whom an acquire has shown its value.
 
@@ -160,9 +204,9 @@ inline void store_fragment(unsigned rows, int k, const unsigned (&a)[4]) {
 // ---- products of a warpgroup.
 
 // A tile as wgmma wants it: address, 1024 bytes from 8 rows to the next 8, 128-byte swizzle (PTX ISA, "matrix descriptor").
-// The distance of tiles side by side is not used: no factor here is wider than a tile along its rows.
-inline unsigned long long tile_descriptor(unsigned tile) {
-    return (tile & 0x3ffff) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
+// `beside`: bytes to the next tile, of a factor that is wider than a tile along its rows, where those do not go along k.
+inline unsigned long long tile_descriptor(unsigned tile, unsigned beside = 16) {
+    return (tile & 0x3ffff) >> 4 | (unsigned long long)(beside >> 4) << 16 | 1024ull >> 4 << 32 | 1ull << 62;
 }
 
 // The same tile from `bytes` on. Along a row: 32 bytes are 16 columns. Along the rows: 2048 bytes are 16 of them.

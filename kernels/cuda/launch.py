@@ -78,7 +78,7 @@ def _signature(source: str, name: str) -> tuple[tuple[str, ...], tuple[Parameter
     """The names of the template's parameters, and the function's parameters, from the text of the file."""
     text = re.sub(r"//[^\n]*", "", (FOLDER / source).read_text(encoding="utf-8"))
     found = re.search(
-        r"(?:template\s*<([^>]*)>\s*)?__global__\s+(?:void\s+)?(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(?:void\s+)?"
+        r"(?:template\s*<([^>]*)>\s*)?__global__\s+(?:void\s+)?(?:__cluster_dims__\([^)]*\)\s*)?(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(?:void\s+)?"
         + name + r"\s*\(([^)]*)\)\s*\{",
         text,
     )  # fmt: skip
