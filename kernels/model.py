@@ -214,8 +214,10 @@ class Transformer:
             ops.swiglu_backward(dup, dact, up)
             self._linear_backward(f"{block}up", dnorm, dup, norm, add)
             return
-        weight, dbias = f"{down}.weight", self.grads.get(f"{block}up.bias")
-        ops.matmul_gelu_backward(dup, self.grads[weight], dout, act, up, self.weights[weight], dbias, add_dweight=add)
+        weight = f"{down}.weight"
+        ops.matmul_gelu_backward(
+            dup, self.grads[weight], dout, act, up, self.weights[weight], self.grads.get(f"{block}up.bias"), add_dweight=add
+        )
         self._product_backward(f"{block}up", dnorm, dup, norm, add)
 
     def _norm_buffers(self, name: str, layer: int, rows: int) -> tuple[Array, Array, list[Array]]:

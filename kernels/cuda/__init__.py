@@ -117,6 +117,7 @@ class CudaOps(Device):
             4 * rows * c.heads * (2 + c.head_dim),  # the shares of cached attention, where all rows are new
             3 * 4 * c.dim * 8 * self.processors,  # partial sums of a norm's two gradients and of a bias before it
             4 * (widest + 256) * 2 * self.processors,  # and of a bias's
+            4 * c.ffn * 4 * -(-rows // 128),  # and of one's whose GELU a product takes along
             4 * (chunks * c.padded_vocab + 3) + 16 * c.padded_vocab + 4 * rows,  # the embedding's lists of rows
             4 * (chunks * c.context + 3) + 16 * c.context + 4 * rows,
         )

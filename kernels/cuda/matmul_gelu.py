@@ -1,7 +1,7 @@
 """A linear layer and the GELU beside it; the mathematics and the contracts are those of kernels.cpu.matmul_gelu.
 
 In bf16 GELU is computed where the product's sums are at hand, which spares a pass over (rows, F) each way: on Hopper by our own
-kernel, which sums dup for the bias on its way, too; elsewhere by cuBLASLt.
+kernel, whatever `device.matmul` says, which also sums dup for the bias; elsewhere by cuBLASLt.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ def matmul_gelu_backward(
     """
     if _by_hopper(device, up, dout):
         weight_gradient(device, dweight, dout, act, add_dweight)
-        partial = None if dbias is None else device.workspace(((1, _WARPS * -(-len(up) // _TILE), up.shape[1]), FLOAT))[0]
+        (partial,) = device.workspace(((1, _WARPS * -(-len(up) // _TILE), up.shape[1]), FLOAT))
         _launch(device, True, up, dup, dout, weight, None, partial)
         if dbias is not None:
             add_rows(device, partial, dbias)
@@ -72,7 +72,7 @@ def _gelu_in_product(device: Device, out: Any, up: Any, bias: Any) -> bool:
 def _by_hopper(device: Device, up: Any, inp: Any) -> bool:
     """Whether matmul_hopper.cu takes them: widths of whole boxes of the copy engine."""
     whole = up.shape[1] % _BOX == 0 and inp.shape[1] % _BOX == 0
-    return device.matmul == "cublaslt" and device.arch == "sm_90" and up.dtype == BF16 and whole
+    return device.arch == "sm_90" and up.dtype == BF16 and whole
 
 
 def _launch(device: Device, backward: bool, up: Any, out: Any, inp: Any, weight: Any, bias: Any, partial: Any) -> None:

@@ -186,7 +186,7 @@ inline void store_gelu_gradient(float (&sum)[2][64], unsigned own, unsigned full
             store_box(dup_map, own + part * BOX_BYTES, tiles.column + part % 2 * BOX, 0, tiles.row + part / 2 * BOX, 0);
         commit_stores();
     }
-    if (partial && tiles.row < m) {
+    if (tiles.row < m) {
         const long long own_row = tiles.row / TILE * WARPGROUP / WARP + thread / WARP;
         store_column_sums(sum, partial + own_row * n + tiles.column, n - tiles.column);
     }
@@ -248,7 +248,7 @@ void multiply(const Layout& at, const TensorMap& up_map, const TensorMap& out_ma
 }
 
 // Grid: clusters of CLUSTER blocks, one block a multiprocessor. up is what is stored (forward) or read (backward), out act or dup.
-// bias is read forward and may be null; partial is written backward and may be null.
+// bias is read forward and may be null; partial is written backward.
 template <bool BACKWARD>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     matmul_gelu(const __grid_constant__ TensorMap up_map, const __grid_constant__ TensorMap out_map,

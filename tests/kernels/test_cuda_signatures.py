@@ -168,7 +168,8 @@ def product_calls(m: Maker, s: Sizes) -> Calls:
     yield "matmul_forward", (out, inp, weight), {}
     up, wide = t(rows, s.padded_vocab), t(s.padded_vocab, dim)
     yield "matmul_gelu_forward", (out, up, inp, wide, t(s.padded_vocab)), {}
-    yield "matmul_gelu_backward", (out, f(dim, s.padded_vocab), inp, out, up, t(dim, s.padded_vocab)), {}
+    for dbias in (None, f(s.padded_vocab)):
+        yield "matmul_gelu_backward", (out, f(dim, s.padded_vocab), inp, out, up, t(dim, s.padded_vocab), dbias), {}
     for few in range(1, 5):
         yield "matmul_forward", (t(few, s.padded_vocab), t(few, dim), weight, t(s.padded_vocab)), {}
     for add in (False, True):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kernels.cpu.bias import bias_backward
 from kernels.cpu.gelu import gelu_backward, gelu_forward
 from kernels.cpu.matmul import matmul_backward, matmul_forward
 from kernels.cpu.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
@@ -16,7 +17,8 @@ def inputs(rows: int, hidden: int, width: int) -> Arrays:
     rng = np.random.default_rng([rows, hidden, width])
     sizes = {"inp": (rows, width), "weight": (hidden, width), "bias": (hidden,), "dout": (rows, width), "down": (width, hidden)}
     return {name: normal(rng, *size) / np.sqrt(size[-1]) for name, size in sizes.items()} | {
-        "dweight": normal(rng, width, hidden)
+        "dweight": normal(rng, width, hidden),
+        "dbias": normal(rng, hidden),
     }
 
 
@@ -25,14 +27,17 @@ def inputs(rows: int, hidden: int, width: int) -> Arrays:
 def test_is_its_parts(shape: tuple[int, int, int]) -> None:
     a = inputs(*shape)
     act, up, dup, dweight = *(unwritten(a["dout"], shape[0], shape[1]) for _ in range(3)), a["dweight"].copy()
+    dbias = a["dbias"].copy()
     matmul_gelu_forward(act, up, a["inp"], a["weight"], a["bias"])
-    matmul_gelu_backward(dup, dweight, a["dout"], act, up, a["down"])
+    matmul_gelu_backward(dup, dweight, a["dout"], act, up, a["down"], dbias)
     parts = {name: unwritten(act) for name in ("act", "up", "dact", "dup")} | {"dweight": a["dweight"].copy()}
+    parts["dbias"] = a["dbias"].copy()
     matmul_forward(parts["up"], a["inp"], a["weight"], a["bias"])
     gelu_forward(parts["act"], parts["up"])
     matmul_backward(parts["dact"], parts["dweight"], a["dout"], parts["act"], a["down"])
     gelu_backward(parts["dup"], parts.pop("dact"), parts["up"])
-    assert_same_bits({"act": act, "up": up, "dup": dup, "dweight": dweight}, parts)
+    bias_backward(parts["dbias"], parts["dup"])
+    assert_same_bits({"act": act, "up": up, "dup": dup, "dweight": dweight, "dbias": dbias}, parts)
 
 
 # A derivative taken at act, or of another function: the loss sum(dout * (act @ down^T)), moved by a little of the input's bias.
