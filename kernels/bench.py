@@ -72,11 +72,13 @@ def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lam
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """The median update; what it needs of the next batch is made while it runs, as in training."""
-    config, rng, engine = MODELS[args.model], np.random.default_rng(0), open_engine(args)
-    batches = [random_batch(rng, config, args.batch, args.seq) for _ in range(args.warmup + args.steps + 1)]
-    following = [partial(prepare, batch, config.mtp_heads) for batch in batches[1:]]
-    times = [train_step(engine, *each) for each in zip(batches, following, strict=False)]
+    """The median update. Batches are drawn between updates; what else one needs is made during the one before, as in training."""
+    config, rng, engine, times = MODELS[args.model], np.random.default_rng(0), open_engine(args), []
+    batch = random_batch(rng, config, args.batch, args.seq)
+    for _ in range(args.warmup + args.steps):
+        following = random_batch(rng, config, args.batch, args.seq)
+        times.append(train_step(engine, batch, partial(prepare, following, config.mtp_heads)))
+        batch = following
     seconds = statistics.median(times[args.warmup :])
     tokens_per_s = args.batch * args.seq / seconds
     flops = matmul_flops_per_token(config, args.seq)
