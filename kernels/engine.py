@@ -18,7 +18,7 @@ from kernels.decoding import Decoding
 from kernels.devices import open_ops
 from kernels.memory import Arena, check_fits, plan, report
 from kernels.model import Transformer
-from kernels.parameters import initial_weights, named, parameter_table, run_flags
+from kernels.parameters import block_products, initial_weights, named, parameter_table, run_flags
 
 Array = np.ndarray[Any, Any]
 
@@ -91,13 +91,23 @@ class Engine(Decoding):
         self._grads = named(self._flat["gradients"], self._table) if training else {}
         self._weights = named(self._flat["parameters"], self._table)
         read = named(self._flat["weights"], self._table) if "weights" in self._flat else self._weights
-        self._model = Transformer(config, numerics, self.ops, read, self._weights, self._grads, self._arena)
+        self._narrow = self._in_fp8(read) if "fp8" in self._flat else {}
+        self._model = Transformer(config, numerics, self.ops, read, self._narrow, self._weights, self._grads, self._arena)
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.view("workspace", self._plan[-1].shape))
         if training:
             self.ops.upload(self._flat["flags"], run_flags(self._table))
         if seed is not None:
             self.load(initial_weights(config, seed))
+
+    def _in_fp8(self, read: Mapping[str, Array]) -> dict[str, Any]:
+        """The weights of the blocks' products as those of FP8 take them."""
+        products, scales = block_products(self._table), self._flat["fp8_scales"]
+        casts, transposed = (named(self._flat[name], products) for name in ("fp8", "fp8_transposed"))
+        return {
+            p.name: self.ops.fp8_weight(read[p.name], casts[p.name], transposed[p.name].reshape(p.shape[::-1]), of_product)
+            for p, of_product in zip(products, scales, strict=True)
+        }
 
     def describe(self) -> str:
         """What was chosen, in a line."""
@@ -155,7 +165,7 @@ class Engine(Decoding):
     def _forward_backward(
         self, tokens: Array, start: Array, targets: Array, loss_weight: Array, nll_weight: Array, first: bool
     ) -> None:
-        norm, sums = self._model.forward(tokens, start), self._arena.view("nll_sums", (self.config.mtp_heads,))
+        norm, sums = self._model.forward(tokens, start, training=True), self._arena.view("nll_sums", (self.config.mtp_heads,))
         nll = self._arena.view("nll", (norm.shape[0],))
         dnorm, vocab_size = self._arena.view("dnorm", norm.shape), self.config.vocab_size
         for k in range(self.config.mtp_heads):
@@ -204,6 +214,7 @@ class Engine(Decoding):
             beta1=o.beta1, beta2=o.beta2, eps=o.eps,
             weight_decay=o.weight_decay, grad_clip=o.grad_clip,
         )  # fmt: skip
+        self._cast_weights()
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Loss and accuracy of every prediction head; gradients and loss sums stay as they are."""
@@ -255,6 +266,12 @@ class Engine(Decoding):
         """The copy that products read, where they read one, from the parameters."""
         if "weights" in self._flat:
             self.ops.rounding(self._flat["weights"], self._flat["parameters"])
+        self._cast_weights()
+
+    def _cast_weights(self) -> None:
+        """What FP8's products read, once an update, from that copy."""
+        for weight in self._narrow.values():
+            self.ops.cast_weight(weight)
 
     def _take(self, batch: Batch) -> tuple[Array, Array]:
         """Check a batch; its tokens, and where their documents begin, on the device."""

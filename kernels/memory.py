@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kernels.config import ModelConfig, Numerics
-from kernels.parameters import RUN, flat_size, parameter_table
+from kernels.parameters import RUN, Parameter, block_products, flat_size, parameter_table
 
 Array = np.ndarray[Any, Any]
 
@@ -22,6 +22,8 @@ ALIGNMENT_BYTES = 256
 MOST_VIEWS = 4096
 # Logits are held for no more rows at once than this allows; a head goes over its rows in as many parts as it takes.
 LOGITS_BYTES = 2**30
+# Scales that a product in FP8 has: its weight's, its input's and its gradient's.
+FP8_SCALES = 3
 # The kinds of buffers whose size the parameters alone decide.
 FIXED = ("parameters", "gradients", "moments")
 
@@ -131,6 +133,13 @@ def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any], storage: 
     return plan
 
 
+def fp8_plan(table: list[Parameter]) -> list[Buffer]:
+    """The weights of the blocks' products in 8 bits, and transposed, and for each the scales of its products' factors."""
+    products = block_products(table)
+    casts = [Buffer(name, "parameters", (flat_size(products),), np.dtype(np.uint8)) for name in ("fp8", "fp8_transposed")]
+    return [*casts, Buffer("fp8_scales", "parameters", (len(products), FP8_SCALES), np.dtype(np.float32))]
+
+
 def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtype[Any]) -> list[Buffer]:
     """What comes in with each batch, and the numbers that vary from step to step or go back to the host."""
     heads, integer = config.mtp_heads, np.dtype(np.int32)
@@ -184,8 +193,10 @@ def memory_plan(
         storage: of activations and of the weights that products read; dtype where it is not given.
         workspace_bytes: what the device's operations need while they run.
     """
-    rows = micro_batch * config.context
-    plan = parameter_plan(flat_size(parameter_table(config)), training=training, dtype=dtype, storage=storage)
+    rows, table = micro_batch * config.context, parameter_table(config)
+    plan = parameter_plan(flat_size(table), training=training, dtype=dtype, storage=storage)
+    if training and numerics.precision == "fp8":
+        plan += fp8_plan(table)
     plan += input_plan(config, rows, training=training, dtype=dtype)
     plan += activation_plan(config, numerics, rows, training=training, dtype=dtype, storage=storage)
     if workspace_bytes:

@@ -2,7 +2,7 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,15 @@ def parameter_table(config: ModelConfig) -> list[Parameter]:
         add("pos.weight", c.context, c.dim, std=std)
     add("tok.weight", c.padded_vocab, c.dim, std=std, product=c.tied_head)
     return table
+
+
+def block_products(table: list[Parameter]) -> list[Parameter]:
+    """The weights of the blocks' products, at their places in flat arrays of their own."""
+    found: list[Parameter] = []
+    for p in table:
+        if p.product and p.name.startswith("blocks."):
+            found.append(replace(p, offset=found[-1].offset + found[-1].runs * RUN if found else 0))
+    return found
 
 
 def flat_size(table: list[Parameter]) -> int:

@@ -53,6 +53,18 @@ def single(arrays: Mapping[str, Array]) -> Arrays:
     return {name: a.astype(np.float32) if a.dtype == np.float64 else a.copy() for name, a in arrays.items()}
 
 
+def from_fp8(codes: Array) -> Array:
+    """The numbers in float64 that 8-bit codes stand for, e4m3 as uint8 or e5m2 as int8."""
+    bits, mantissa, bias = codes.view(np.uint8).astype(np.int64), *((3, 7) if codes.dtype == np.uint8 else (2, 15))
+    exponent, fraction = bits >> mantissa & (0x7F >> mantissa), bits & 2**mantissa - 1
+    magnitude = np.ldexp(np.where(exponent > 0, 2.0**mantissa, 0) + fraction, np.maximum(exponent, 1) - bias - mantissa)
+    if mantissa == 3:
+        magnitude[bits & 0x7F == 0x7F] = np.nan
+    else:
+        magnitude[exponent == 31] = np.where(fraction[exponent == 31] == 0, np.inf, np.nan)
+    return np.where(bits >> 7 == 1, -magnitude, magnitude)
+
+
 def unwritten(like: Array, *shape: int) -> Array:
     """NaN in the precision of `like`, in its shape or another: an element that an operation forgets stays NaN."""
     return np.full(shape or like.shape, np.nan, like.dtype)

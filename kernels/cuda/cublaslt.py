@@ -14,7 +14,7 @@ one adds them up in place.
 import ctypes
 import json
 import os
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -25,17 +25,19 @@ from filelock import FileLock
 
 from kernels.cache import user_cache
 from kernels.cuda.device import Device
-from kernels.cuda.launch import BF16, FLOAT
+from kernels.cuda.launch import BF16, E4M3, E5M2, FLOAT
 from kernels.cuda.timing import milliseconds
 
+Scales = tuple[Any, Any]
 CHOICES = "cublaslt.json"
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
 INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to own"
 
 # cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
-_TYPES, _NAMES = {FLOAT: 0, BF16: 14}, {FLOAT: "fp32", BF16: "bf16"}
-_COMPUTE = {"fp32": 68, "bf16": 68, "tf32": 77}
+_TYPES, _NAMES = {FLOAT: 0, BF16: 14, E4M3: 28, E5M2: 29}, {FLOAT: "fp32", BF16: "bf16", E4M3: "e4m3", E5M2: "e5m2"}
+_COMPUTE = {"fp32": 68, "bf16": 68, "tf32": 77, "fp8": 68, "fp8 fast": 68}
 _TRANSPOSE_FIRST, _TRANSPOSE_SECOND, _EPILOGUE, _BIAS, _AUX, _AUX_ROW = 3, 4, 7, 8, 11, 12
+_SCALES, _FAST_SUMS = (18, 17), 25  # of our a, the second factor, and of b
 _EPILOGUES = {"": 1, "bias": 4, "gelu": 160, "bias gelu": 164, "gelu backward": 192}
 _MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _REDUCE_IN_COMPUTE_TYPE = 2
@@ -58,8 +60,8 @@ class Product(NamedTuple):
     """out (m, n) = op(a) (m, k) @ op(b) (k, n), op a transposition or none; `accumulate` adds to out. Arrays are row-major.
 
     Args:
-        inputs, output: element types.
-        precision: what the factors are rounded to: "fp32", "tf32" or "bf16".
+        inputs, output: element types, of a and b apart.
+        precision: what the factors are rounded to: "fp32", "tf32", "bf16", "fp8", or "fp8 fast", sums then in fewer bits as well.
         alignments: of the addresses of a, b and out, in bytes.
         epilogue: what is done to each sum before it is rounded, "" for nothing: "bias", a row (n,) is added; "gelu", it is kept
             in `aux` (m, n) and becomes its GELU; "bias gelu", both; "gelu backward", it is multiplied by GELU's derivative at
@@ -72,7 +74,7 @@ class Product(NamedTuple):
     transpose_a: bool
     transpose_b: bool
     accumulate: bool
-    inputs: np.dtype[Any]
+    inputs: tuple[np.dtype[Any], np.dtype[Any]]
     output: np.dtype[Any]
     precision: str
     alignments: tuple[int, int, int]
@@ -80,39 +82,42 @@ class Product(NamedTuple):
 
     def __str__(self) -> str:
         operation = f"{'T' if self.transpose_a else 'N'}{'T' if self.transpose_b else 'N'}{'+' if self.accumulate else ''}"
-        alignments = ",".join(map(str, self.alignments))
-        types = f"{_NAMES[self.inputs]}-{_NAMES[self.output]} {self.precision}{self.epilogue and ' '}{self.epilogue}"
-        return f"{self.m}x{self.n}x{self.k} {operation} {types} {alignments}"
+        types = f"{','.join(dict.fromkeys(_NAMES[one] for one in self.inputs))}-{_NAMES[self.output]}"
+        how = f"{types} {self.precision}{self.epilogue and ' '}{self.epilogue}"
+        return f"{self.m}x{self.n}x{self.k} {operation} {how} {','.join(map(str, self.alignments))}"
 
 
 def multiply(
     device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str,
-    epilogue: str = "", bias: Any = None, aux: Any = None,
+    epilogue: str = "", bias: Any = None, aux: Any = None, scales: Scales = (None, None),
 ) -> None:  # fmt: skip
     """out (+)= op(a) @ op(b) with Product's epilogue, out neither a nor b. The first call for a shape takes longer: it times.
+
+    scales: arrays () of fp32, what a and b are multiplied by. FP8 has to have them, b transposed, and n and k that 16 divides.
 
     Raises:
         ValueError: the library is missing, or has no algorithm for the product.
     """
-    found = plan(device, out, a, b, transpose_a, transpose_b, accumulate, precision, epilogue, bias, aux)
-    found.run(device, out, a, b, bias=bias, aux=aux)
+    found = plan(device, out, a, b, transpose_a, transpose_b, accumulate, precision, epilogue, bias, aux, scales)
+    found.run(device, out, a, b, bias=bias, aux=aux, scales=scales)
 
 
 def plan(
     device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str,
-    epilogue: str = "", bias: Any = None, aux: Any = None,
+    epilogue: str = "", bias: Any = None, aux: Any = None, scales: Scales = (None, None),
 ) -> "Plan":  # fmt: skip
     """The plan of a product, made at the first call for its shape; afterwards `out` holds what it did, or the product."""
     (m, n), k = out.shape, a.shape[0 if transpose_a else 1]
     alignments = _alignment(a), _alignment(b), _alignment(out)
-    product = Product(m, n, k, transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision, alignments, epilogue)
+    types = (a.dtype, b.dtype), out.dtype
+    product = Product(m, n, k, transpose_a, transpose_b, accumulate, *types, precision, alignments, epilogue)
     found = _PLANS.get(product)
     if found is None:
         assert not device.stream.is_capturing(), f"cuBLASLt: {product} has to run once before a graph captures it"
         assert a.shape == ((k, m) if transpose_a else (m, k)) and b.shape == ((n, k) if transpose_b else (k, n)), product
-        assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), product
-        found = Plan(product)
-        found.choose(device, out, a, b, bias, aux)
+        assert all(x.flags.c_contiguous for x in (out, a, b)), product
+        found = Plan(product, scales)
+        found.choose(device, out, a, b, bias, aux, scales)
         _PLANS[product] = found
     return found
 
@@ -125,6 +130,7 @@ class Plan:
 
     Args:
         product: what to compute.
+        scales: those of its first run: what the library offers may depend on whether there are any.
 
     Attributes:
         candidates: the heuristic's, what it holds best first; chosen: the index of the one that `run` uses.
@@ -133,7 +139,7 @@ class Plan:
         ValueError: there is no candidate.
     """
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: Product, scales: Scales = (None, None)) -> None:
         self.product = product
         lib, p = _library(), product
         self._operation = c_void_p()
@@ -143,8 +149,10 @@ class Plan:
         self._set(_EPILOGUE, c_int32(_EPILOGUES[p.epilogue]))
         if "gelu" in p.epilogue:
             self._set(_AUX_ROW, c_int64(p.n))
-        self._first = _layout(p.inputs, *((p.k, p.n) if p.transpose_b else (p.n, p.k)))
-        self._second = _layout(p.inputs, *((p.m, p.k) if p.transpose_a else (p.k, p.m)))
+        self._set(_FAST_SUMS, c_int8("fast" in p.precision))
+        self._point(None, None, scales)
+        self._first = _layout(p.inputs[1], *((p.k, p.n) if p.transpose_b else (p.n, p.k)))
+        self._second = _layout(p.inputs[0], *((p.m, p.k) if p.transpose_a else (p.k, p.m)))
         self._out = _layout(p.output, p.n, p.m)
         self._one, self._beta = c_float(1), c_float(int(p.accumulate))
         self.candidates = self._offered()
@@ -156,14 +164,17 @@ class Plan:
         status = _library().cublasLtMatmulDescSetAttribute(self._operation, attribute, byref(value), sizeof(value))
         _check(status, "MatmulDescSetAttribute")
 
-    def run(
-        self, device: Device, out: Any, a: Any, b: Any, candidate: int | None = None, addend: Any = None, bias: Any = None,
-        aux: Any = None,
-    ) -> None:  # fmt: skip
-        """Start the product. `addend` is added in place of what out holds, where the product accumulates."""
-        for attribute, array in ((_BIAS, bias), (_AUX, aux)):
+    def _point(self, bias: Any, aux: Any, scales: Scales) -> None:
+        for attribute, array in zip((_BIAS, _AUX, *_SCALES), (bias, aux, *scales), strict=True):
             if array is not None:
                 self._set(attribute, c_void_p(array.data.ptr))
+
+    def run(
+        self, device: Device, out: Any, a: Any, b: Any, candidate: int | None = None, addend: Any = None, bias: Any = None,
+        aux: Any = None, scales: Scales = (None, None),
+    ) -> None:  # fmt: skip
+        """Start the product. `addend` is added in place of what out holds, where the product accumulates."""
+        self._point(bias, aux, scales)
         algorithm = self.candidates[self.chosen if candidate is None else candidate].algorithm
         workspace: Any = device.workspace(((WORKSPACE_BYTES,), np.uint8))[0]
         status = _library().cublasLtMatmul(
@@ -173,7 +184,7 @@ class Plan:
         )  # fmt: skip
         _check(status, f"Matmul ({self.product})")
 
-    def choose(self, device: Device, out: Any, a: Any, b: Any, bias: Any, aux: Any) -> None:
+    def choose(self, device: Device, out: Any, a: Any, b: Any, bias: Any, aux: Any, scales: Scales) -> None:
         """Take the recorded choice, or time the candidates and record the fastest.
 
         A product that overwrites is timed on `out` itself, which then holds the product. One that accumulates must not add twice:
@@ -187,7 +198,7 @@ class Plan:
         times: list[float] = []
         target = _scratch(out) if self.product.accumulate else out
         if target is not None and len(self.candidates) > 1:
-            works = [partial(self.run, device, target, a, b, i, out, bias, aux) for i in range(len(self.candidates))]
+            works = [partial(self.run, device, target, a, b, i, out, bias, aux, scales) for i in range(len(self.candidates))]
             times = milliseconds(device, works)
             self.chosen = next(i for i, ms in enumerate(times) if ms <= _MARGIN * min(times))
         _record(key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None})

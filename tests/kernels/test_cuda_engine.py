@@ -8,10 +8,11 @@ import pytest
 
 from kernels.batch import Batch, head_weight_sums
 from kernels.config import ModelConfig, Numerics
+from kernels.cpu.fp8 import fp8
 from kernels.engine import AdamW, Engine
 from kernels.generation import Sampling, generate_batch
 from kernels.memory import memory_plan
-from tests.compare import Array, Arrays, assert_same_bits
+from tests.compare import Array, Arrays, assert_same_bits, from_fp8
 from tests.cuda import BF16, UNIT, gpu, rounded
 from tests.gradient_check import MODELS, make_problem
 
@@ -103,12 +104,12 @@ class RoundingOps:
         return rounding
 
 
-def bf16_baseline(config: ModelConfig, weights: Arrays, batch: Batch, scale: Array) -> Arrays:
-    """Gradients as the CPU computes them in fp32 where everything is rounded that a bf16 engine rounds."""
+def bf16_baseline(config: ModelConfig, weights: Arrays, batch: Batch, scale: Array, ops: Any = RoundingOps) -> Arrays:
+    """Gradients as the CPU computes them in fp32 where everything is rounded that a bf16 engine, or another, rounds."""
     engine = Engine(config, Numerics(), micro_batch=3, device="cpu")
     engine.load(weights)
     engine._model.weights = {name: rounded(weight, BF16) for name, weight in weights.items()}
-    engine.use_ops(RoundingOps(engine, config))
+    engine.use_ops(ops(engine, config))
     return gradients(engine, batch, scale)
 
 
@@ -128,8 +129,68 @@ def test_bf16_gradients(size: str, name: str, numerics: dict[str, Any]) -> None:
         assert error(got[tensor], value) <= allowed, f"{tensor}: {error(got[tensor], value):.1e}, allowed {allowed:.1e}"
 
 
+class Fp8Ops(RoundingOps):
+    """And the products of the blocks take what is left of their factors in 8 bits."""
+
+    def __init__(self, engine: Engine, config: ModelConfig) -> None:
+        super().__init__(engine, config)
+        self.blocks = {id(weight) for name, weight in engine._model.weights.items() if name.startswith("blocks.")}
+
+    def matmul_forward(self, out: Array, inp: Array, weight: Array, bias: Array | None = None) -> None:
+        """Both factors e4m3."""
+        factors = (cast(inp, np.uint8), cast(weight, np.uint8)) if id(weight) in self.blocks else (inp, weight)
+        self.__getattr__("matmul_forward")(out, *factors, bias)
+
+    def matmul_backward(self, dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, **options: Any) -> None:
+        """The gradient e5m2."""
+        factors = dout, inp, weight
+        if id(weight) in self.blocks:
+            factors = cast(dout, np.int8), cast(inp, np.uint8), cast(weight, np.uint8)
+        self.__getattr__("matmul_backward")(dinp, dweight, *factors, **options)
+
+    def matmul_gelu_forward(self, act: Array, up: Array, inp: Array, weight: Array, bias: Array | None) -> None:
+        """Its parts."""
+        self.matmul_forward(up, inp, weight, bias)
+        self.gelu_forward(act, up)
+
+    def matmul_gelu_backward(
+        self, dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Array, dbias: Array | None, **options: Any
+    ) -> None:
+        """Its parts."""
+        self.matmul_backward(dup, dweight, dout, act, weight, **options)
+        self.gelu_backward(dup, dup, up)
+        if dbias is not None:
+            self.bias_backward(dbias, dup)
+
+
+def cast(array: Array, dtype: Any) -> Array:
+    """What 8 bits and a scale keep of it."""
+    out, scale = np.empty(array.shape, dtype), np.zeros((), np.float32)
+    fp8(out, None, scale, array, measure=True)
+    return (from_fp8(out) * scale).astype(np.float32)
+
+
+# fp8: nearer to a CPU that makes the same casts than that is to float64. Casts of what differs in its last bits are mostly the
+# same, so a wrong factor, or a bf16 product in place of another, stands out. The loss of an evaluation is bf16's own.
+@pytest.mark.parametrize("recompute", ["none", "mlp"])
+@pytest.mark.parametrize("name", LARGE)
+def test_fp8_gradients(name: str, recompute: Any) -> None:
+    config, batch = LARGE[name], batch_of(LARGE[name], seed=1)
+    scale = 1 / config.mtp_heads / head_weight_sums(batch, config.mtp_heads)
+    oracle = Engine(config, Numerics(), micro_batch=3, device="cpu", dtype=np.float64)
+    weights, expected = oracle.weights(), gradients(oracle, batch, scale)
+    baseline = bf16_baseline(config, weights, batch, scale, Fp8Ops)
+    engine, plain = (engine_on_gpu(config, weights, precision=precision, recompute=recompute) for precision in ("fp8", "bf16"))
+    got = gradients(engine, batch, scale)
+    for tensor, value in expected.items():
+        allowed = max(error(baseline[tensor], value), UNIT[BF16])
+        away = error(got[tensor], baseline[tensor].astype(np.float64))
+        assert away <= allowed, f"{tensor}: {away:.1e}, allowed {allowed:.1e}"
+    assert np.array_equal(engine.evaluate(batch).nll, plain.evaluate(batch).nll)
+
+
 # A captured step that keeps an old learning rate, batch or loss weight; accumulation over micro-batches; a resumed run.
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp8"])
 @pytest.mark.parametrize("name", LARGE)
 def test_training_goes_on_bit_for_bit(name: str, precision: str) -> None:
     config = LARGE[name]

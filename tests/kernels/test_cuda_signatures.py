@@ -18,7 +18,7 @@ pytest.importorskip("cupy")
 from kernels.config import ModelConfig
 from kernels.cpu import CpuOps
 from kernels.cuda.compile import FOLDER
-from kernels.cuda.launch import BF16, FLOAT, TENSOR_MAP, Kernel, Template, arguments
+from kernels.cuda.launch import BF16, E4M3, E5M2, FLOAT, TENSOR_MAP, Kernel, Template, arguments
 from kernels.parameters import CLEARED, DECAYS, flat_size, named, parameter_table
 
 ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
@@ -224,6 +224,10 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
         yield "adamw", (*flat, copy, *scalars), constants
     for count in (rows * s.dim, 7):
         yield "rounding", (array((count,), BF16), f(count)), {}
+    for dtype in (E4M3, E5M2):
+        inp, scale, transposed = array((rows, 48), BF16), f(), array((48, -(-rows // 16) * 16), dtype)
+        yield "fp8", (array(inp.shape, dtype), None, scale, inp), {"measure": True}
+        yield "fp8", (None, transposed, scale, inp), {"measure": False}
     yield "ban", (logits, targets), {}
     for temperature in (0.0, 1.0):
         settings = {**vocab, "temperature": temperature, "top_k": 5, "top_p": 0.9}
@@ -288,7 +292,7 @@ def test_only_tensor_maps_pass_as_such() -> None:
 def test_every_operation_is_called() -> None:
     operations = {name for name, value in vars(CpuOps).items() if isinstance(value, staticmethod)}
     called = {name for name, _, _ in calls(FLOAT, SIZES[0])}
-    assert called == operations | {"decode_step", "rounding"}  # which the GPU alone has
+    assert called == operations | {"decode_step", "rounding", "fp8"}  # which the GPU alone has
 
 
 # An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.
@@ -315,6 +319,12 @@ def test_launchers_repeat_the_kernels_constants() -> None:
 
     for name in ("WARP", "DEPTH", "SHARES"):
         assert constant(name) == str(getattr(decode_step, f"_{name}")), name
+    fp8, text8 = import_module("kernels.cuda.fp8"), (FOLDER / "fp8.cu").read_text(encoding="utf-8")
+    block, columns = (int(re.search(rf"\b{name} = (\d+)", text8)[1]) for name in ("CAST_BLOCK", "COLUMNS"))  # type: ignore[index]
+    for name in ("SIZE", "SCALE_BLOCK", "CAST_BLOCK", "UNDER_WAY", "COLUMNS"):
+        assert re.search(rf"\b{name} = {getattr(fp8, f'_{name}')}[,;]", text8), name
+    assert "GROUP = 4, ROWS = CAST_BLOCK / (COLUMNS / SIZE) * GROUP," in text8
+    assert block // (columns // fp8._SIZE) * 4 == fp8._ROWS
     adamw = (FOLDER / "adamw.cu").read_text(encoding="utf-8")
     assert f"constexpr unsigned DECAYS = {DECAYS}, CLEARED = {CLEARED};" in adamw
     assert constant("LARGEST_HEAD_DIM") == str(decode_attention.LARGEST_HEAD_DIM)

@@ -137,7 +137,7 @@ def test_table_is_in_the_order_of_backward(name: str) -> None:
     weights = {key: value.astype(np.float32) for key, value in initial_weights(config, 0).items()}
     grads = Recorder(named(np.zeros(flat_size(table), np.float32), table))
     plan = activation_plan(config, Numerics(), 10, training=True, dtype=ops.dtype)
-    model = Transformer(config, Numerics(), ops, weights, weights, grads, Arena(plan, ops.allocate))
+    model = Transformer(config, Numerics(), ops, weights, {}, weights, grads, Arena(plan, ops.allocate))
     tokens, start = np.arange(10, dtype=np.int32).reshape(2, 5), np.zeros((2, 5), np.int32)
     norm = model.forward(tokens, start)
     dnorm = np.empty_like(norm)

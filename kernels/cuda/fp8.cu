@@ -1,0 +1,122 @@
+// A matrix in 8-bit floating point, with one factor for all of it, and its transpose: what the products of FP8 read.
+//
+//     scale = max |inp| / LARGEST                       out = inp / scale, transposed = out^T
+//
+// Layout: inp bf16 (rows, columns), 16 dividing columns; out of T, e4m3 or e5m2, likewise; transposed (columns, pitch), 16 dividing
+//         pitch, zeros beyond the rows; all begin at multiples of 16 bytes. scale fp32 ().
+// Work: fp8_scale, blocks stride over the matrix and meet in one integer maximum; the last to come writes the scale. fp8_cast, a block
+//       owns a tile of ROWS x COLUMNS and turns it in shared memory, so that lines of 128 bytes are read and, transposed, written.
+// Precision: the quotient by fp32's reciprocal of the scale; one rounding, to nearest, ties to even, what is beyond LARGEST to it.
+//            NaN and infinity make the scale so, and all of the product NaN.
+// Determinism: a maximum does not depend on the order.
+// Source: Micikevicius et al. 2022, arXiv:2209.05433 (formats).
+
+#include <cuda_fp8.h>
+
+#include "vectors.cuh"
+
+using e4m3 = __nv_fp8_e4m3;
+using e5m2 = __nv_fp8_e5m2;
+
+template <typename T>
+struct Format;
+template <>
+struct Format<e4m3> {
+    static constexpr auto KIND = __NV_E4M3;
+    static constexpr float LARGEST = 448.0f;
+};
+template <>
+struct Format<e5m2> {
+    static constexpr auto KIND = __NV_E5M2;
+    static constexpr float LARGEST = 57344.0f;
+};
+
+constexpr int SIZE = 8, SCALE_BLOCK = 512, CAST_BLOCK = 256;
+
+// vectors: of inp, of SIZE elements each. finished: blocks that are done, and the bits of the largest magnitude; zero before and after.
+template <typename T>
+__global__ void __launch_bounds__(SCALE_BLOCK) fp8_scale(float* scale, const bf16* inp, int* finished, long long vectors) {
+    constexpr int UNDER_WAY = 4;           // vectors that a thread waits for at once; not tuned
+    constexpr float SMALLEST = 0x1p-100f;  // so that zeros have a scale, and each scale a reciprocal
+    const long long step = (long long)gridDim.x * SCALE_BLOCK;
+    unsigned most = 0;  // of bf16's bits without sign, two at once: in the order of the magnitudes, NaN above all
+    for (long long i = (long long)blockIdx.x * SCALE_BLOCK + threadIdx.x; i < vectors; i += step * UNDER_WAY) {
+        Packed<bf16, SIZE> x[UNDER_WAY];
+#pragma unroll
+        for (int j = 0; j < UNDER_WAY; j++) {
+            x[j].clear();
+            if (i + j * step < vectors) x[j].load(inp + (i + j * step) * SIZE);
+        }
+#pragma unroll
+        for (int j = 0; j < UNDER_WAY; j++)
+#pragma unroll
+            for (int k = 0; k < x[j].WORDS; k++) most = __vmaxu2(most, x[j].word[k] & 0x7fff7fffu);
+    }
+    int bits = (int)(max(most & 0xffffu, most >> 16) << 16);  // as fp32's
+    bits = block_reduce(bits, [](int a, int b) { return max(a, b); }, 0);
+    if (threadIdx.x > 0) return;
+    atomicMax(finished + 1, bits);
+    __threadfence();  // the maximum is there before the count says so
+    if (atomicAdd(finished, 1) < gridDim.x - 1) return;
+    const float largest = __int_as_float(atomicExch(finished + 1, 0));
+    finished[0] = 0;
+    *scale = (largest < SMALLEST ? SMALLEST : largest) / Format<T>::LARGEST;  // NaN is not below
+}
+
+// Four numbers' bytes, the first in the lowest.
+template <typename T, typename F>
+unsigned four(F of) {
+    const auto pair = [&](int j) {
+        return (unsigned)__nv_cvt_float2_to_fp8x2(make_float2(of(j), of(j + 1)), __NV_SATFINITE, Format<T>::KIND);
+    };
+    return pair(0) | pair(2) << 16;
+}
+
+// grid: (tiles of columns, of rows). out and transposed may each be null.
+template <typename T>
+__global__ void __launch_bounds__(CAST_BLOCK)
+    fp8_cast(T* out, T* transposed, const float* scale, const bf16* inp, int rows, int columns, int pitch) {
+    // A thread casts GROUP rows of a vector; of its tile each column's bytes lie in CHUNKS of 16. Not tuned.
+    constexpr int COLUMNS = 64, GROUP = 4, ROWS = CAST_BLOCK / (COLUMNS / SIZE) * GROUP, CHUNK = 16, CHUNKS = ROWS / CHUNK;
+    constexpr int WORDS = CHUNK / sizeof(unsigned);
+    __shared__ uint4 tile[COLUMNS][CHUNKS];
+    const float inverse = 1.0f / *scale;
+    const int vector = threadIdx.x % (COLUMNS / SIZE), group = threadIdx.x / (COLUMNS / SIZE);
+    const int column = blockIdx.x * COLUMNS + vector * SIZE, first = blockIdx.y * ROWS + group * GROUP;
+    const long long place = (long long)first * columns + column;
+    const int inside = column < columns ? rows - first : 0;  // rows of the group, or more
+    Packed<bf16, SIZE> x[GROUP];
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) {
+        x[i].clear();
+        if (i < inside) x[i].load(inp + place + (long long)i * columns);
+    }
+    unsigned word[GROUP][2];  // of each row
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) word[i][half] = four<T>([&](int j) { return x[i](4 * half + j) * inverse; });
+        if (out != nullptr && i < inside)
+            *reinterpret_cast<uint2*>(out + place + (long long)i * columns) = make_uint2(word[i][0], word[i][1]);
+    }
+    if (transposed == nullptr) return;
+    // Chunks are exchanged by their columns' vector: the words that a warp writes at once then lie in 32 banks.
+    auto* const to = reinterpret_cast<unsigned*>(&tile[vector * SIZE][(group / WORDS) ^ vector]) + group % WORDS;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const unsigned a = __byte_perm(word[0][half], word[1][half], 0x5140), b = __byte_perm(word[2][half], word[3][half], 0x5140);
+        const unsigned c = __byte_perm(word[0][half], word[1][half], 0x7362), d = __byte_perm(word[2][half], word[3][half], 0x7362);
+        const unsigned of_column[4] = {
+            __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632)};
+#pragma unroll
+        for (int j = 0; j < 4; j++) to[(half * 4 + j) * CHUNKS * WORDS] = of_column[j];
+    }
+    __syncthreads();  // the tile, written above, is read below by other threads
+#pragma unroll
+    for (int i = threadIdx.x; i < COLUMNS * CHUNKS; i += CAST_BLOCK) {
+        const int of_tile = i / CHUNKS, chunk = i % CHUNKS;
+        const int into = blockIdx.x * COLUMNS + of_tile, row = blockIdx.y * ROWS + chunk * CHUNK;
+        if (into < columns && row < pitch)
+            *reinterpret_cast<uint4*>(transposed + (long long)into * pitch + row) = tile[of_tile][chunk ^ (of_tile / SIZE)];
+    }
+}

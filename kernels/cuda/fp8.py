@@ -1,0 +1,35 @@
+"""Launcher of fp8.cu; the contract is that of kernels.cpu.fp8."""
+
+from kernels.cuda.device import Device
+from kernels.cuda.launch import E4M3, E5M2, Array, Kernel
+
+MULTIPLE = 16  # of columns, and of a transposed row: what the kernels load and store at once, and products of FP8 need
+_SCALE = Kernel("fp8.cu", "fp8_scale", ((E4M3,), (E5M2,)))
+_CAST = Kernel("fp8.cu", "fp8_cast", ((E4M3,), (E5M2,)))
+# The kernels' threads, SIZE, UNDER_WAY, and tile.
+_SCALE_BLOCK, _SIZE, _UNDER_WAY = 512, 8, 4
+_CAST_BLOCK, _ROWS, _COLUMNS = 256, 128, 64
+_BLOCKS_A_PROCESSOR = 4  # of _SCALE: as many threads as it holds
+
+
+def fp8(
+    device: Device, out: Array | None, transposed: Array | None, scale: Array, inp: Array, *, measure: bool
+) -> None:
+    """See kernels.cpu.fp8.fp8; inp is bf16, and its columns and transposed's are multiples of 16.
+
+    Cost: reads inp once, twice where it measures; writes one byte an element and result.
+    """
+    dtype = next(array.dtype for array in (out, transposed) if array is not None)
+    (rows, columns), pitch = inp.shape, 0 if transposed is None else transposed.shape[1]
+    assert columns % MULTIPLE == pitch % MULTIPLE == 0, f"fp8: {columns} columns, {pitch} transposed"
+    if measure:
+        vectors = rows * columns // _SIZE
+        blocks = min(-(-vectors // (_SCALE_BLOCK * _UNDER_WAY)), _BLOCKS_A_PROCESSOR * device.processors)
+        device.launch(
+            _SCALE, (dtype,), blocks, _SCALE_BLOCK, scale=scale, inp=inp, finished=device.finished[:2], vectors=vectors
+        )
+    grid = -(-columns // _COLUMNS), -(-max(rows, pitch) // _ROWS)
+    device.launch(
+        _CAST, (dtype,), grid, _CAST_BLOCK,
+        out=out, transposed=transposed, scale=scale, inp=inp, rows=rows, columns=columns, pitch=pitch,
+    )  # fmt: skip

@@ -1,0 +1,225 @@
+"""Casts to 8 bits and the products of them on the GPU: casts bit for bit, products against float64 of the casts' numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.config import ModelConfig, Numerics
+from kernels.cpu import fp8 as cpu
+from tests.compare import UNIT, Array, Arrays, assert_same_bits, assert_within, from_fp8
+from tests.cuda import BF16, FLOAT, gpu, on_gpu, rounded
+from tests.gradient_check import MODELS
+
+pytest.importorskip("cupy")
+
+from kernels.cuda import CudaOps, cublaslt
+from kernels.cuda.device import Device
+from kernels.cuda.fp8 import fp8
+from kernels.cuda.launch import E4M3, E5M2
+from kernels.cuda.matmul import matmul_backward, matmul_forward
+from kernels.cuda.matmul_fp8 import Fp8Weight, cast_weight, fp8_weight
+from kernels.cuda.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
+
+# A Hopper tensor core adds so many products and the sum so far at once, cut off so many bits below the largest of them; without
+# fast sums so many products are added to a sum in fp32.
+CORE_TERMS, CORE_BITS, FP32_TERMS = 32, 13, 128
+
+
+def fp8_gpu() -> Device:
+    """The GPU; the test is skipped where it has no FP8."""
+    device = gpu()
+    if int(device.arch[3:]) < 89:
+        pytest.skip(f"{device.arch} has no FP8 products")
+    return device
+
+
+def memory(device: Device, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A device array in which every byte is 0x7f: NaN of both formats."""
+    return on_gpu(device, np.full(shape, np.iinfo(dtype).max if dtype == E5M2 else 0x7F, dtype), dtype)
+
+
+def matrix(rows: int, columns: int) -> Array:
+    """Numbers of many magnitudes that bf16 holds, the largest where a block may miss it."""
+    rng = np.random.default_rng([rows, columns])
+    values = rng.standard_normal((rows, columns)) * 2.0 ** rng.integers(-20, 3, (rows, columns))
+    values[rng.random(values.shape) < 0.1] = 0
+    values[-1, -1] = -100
+    return rounded(values, BF16)
+
+
+# A row or a column of another tile, an edge not reached or passed, the wrong half of a word, another rounding, a maximum that
+# misses an element or keeps the one before.
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "more"), [(1, 16, 0), (7, 48, 0), (16, 64, 16), (127, 80, 0), (129, 208, 64), (5000, 1040, 0)]
+)
+def test_cast(rows: int, columns: int, more: int, dtype: np.dtype[Any]) -> None:
+    device, inp, pitch = gpu(), matrix(rows, columns), -(-rows // 16) * 16 + more
+    source = on_gpu(device, inp, BF16)
+    out, transposed, scale = np.empty(inp.shape, dtype), np.empty((columns, pitch), dtype), np.zeros((), np.float32)
+    for factor in (None, 1.0, 0.01, 1e6):  # measured; used as it is; beyond the largest; most too small
+        if factor is not None:
+            scale[...] *= factor
+        cpu.fp8(out, transposed, scale, inp, measure=factor is None)
+        expected = {"out": out, "transposed": transposed, "scale": scale}
+        for both, only in ((True, None), (False, "out"), (False, "transposed")):
+            to = {"out": memory(device, inp.shape, dtype), "transposed": memory(device, (columns, pitch), dtype)}
+            of_gpu = on_gpu(device, np.array(np.nan if factor is None else scale, np.float32), FLOAT)
+            to = {name: array for name, array in to.items() if both or name == only}
+            fp8(device, to.get("out"), to.get("transposed"), of_gpu, source, measure=factor is None)
+            got = {name: device.download(array) for name, array in to.items()}
+            got["scale"] = device.download(of_gpu)
+            assert_same_bits(got, {name: expected[name] for name in got})
+    assert not device.download(device.finished).any()
+
+
+# Infinity or NaN in a corner that the maximum passes over: training would go on with wrong numbers.
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite(wrong: float) -> None:
+    device, inp = gpu(), matrix(33, 48)
+    inp[20, 30] = wrong
+    out, scale = memory(device, inp.shape, E4M3), on_gpu(device, np.zeros((), np.float32), FLOAT)
+    fp8(device, out, None, scale, on_gpu(device, inp, BF16), measure=True)
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(from_fp8(device.download(out)) * device.download(scale)).all()
+
+
+def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, float]:
+    """The numbers of the cast, and its scale."""
+    out, scale = np.empty(values.shape, dtype), np.zeros((), np.float32)
+    cpu.fp8(out, None, scale, values, measure=True)
+    return from_fp8(out), float(scale)
+
+
+def summed(a: Array, b: Array, fast: bool) -> Array:
+    """a @ b^T as tensor cores sum it."""
+    total = np.zeros((len(a), len(b)))
+    inner = np.zeros_like(total)
+    for k in range(0, a.shape[1], CORE_TERMS):
+        terms = np.concatenate((a[:, None, k : k + CORE_TERMS] * b[None, :, k : k + CORE_TERMS], inner[..., None]), axis=2)
+        unit = 2.0 ** (np.frexp(np.abs(terms).max(axis=2, keepdims=True))[1] - 1 - CORE_BITS)
+        inner = (np.trunc(terms / unit) * unit).sum(axis=2)
+        if not fast and (k + CORE_TERMS) % FP32_TERMS == 0:
+            total = (total + inner).astype(np.float32).astype(np.float64)
+            inner[...] = 0
+    return total + inner
+
+
+def arrays_of(rows: int, outputs: int, inputs: int) -> Arrays:
+    """Numbers that bf16 holds; gradients are small, as they are in training."""
+    rng = np.random.default_rng([rows, outputs, inputs])
+    sizes = {"inp": (rows, inputs), "weight": (outputs, inputs), "dout": (rows, outputs), "bias": (outputs,)}
+    arrays = {name: rounded(rng.standard_normal(size), BF16) for name, size in sizes.items()}
+    arrays["dout"] = rounded(arrays["dout"] * 1e-5, BF16)
+    return {**arrays, "before": 1e-4 * rng.standard_normal((outputs, inputs), np.float32)}
+
+
+def handle(device: Device, weight: Array) -> Fp8Weight:
+    """A weight with its casts."""
+    casts = memory(device, weight.shape, E4M3), memory(device, weight.shape[::-1], E4M3)
+    found = fp8_weight(device, on_gpu(device, weight, BF16), *casts, on_gpu(device, np.full(3, np.nan), FLOAT))
+    cast_weight(device, found)
+    return found
+
+
+def products(device: Device, a: Arrays) -> Arrays:
+    """All of them by the operations that the model calls."""
+    weight, inp, dout = handle(device, a["weight"]), on_gpu(device, a["inp"], BF16), on_gpu(device, a["dout"], BF16)
+    arrays = {name: on_gpu(device, a["dout"] * np.nan, BF16) for name in ("out", "biased")}
+    arrays |= {name: on_gpu(device, a["inp"] * np.nan, BF16) for name in ("dinp", "again")}
+    arrays |= {"dweight": on_gpu(device, a["before"], FLOAT), "alone": on_gpu(device, a["before"] * np.nan, FLOAT)}
+    matmul_forward(device, arrays["out"], inp, weight)
+    matmul_forward(device, arrays["biased"], inp, weight, on_gpu(device, a["bias"], BF16))
+    matmul_backward(device, arrays["dinp"], arrays["dweight"], dout, inp, weight)
+    matmul_backward(device, arrays["again"], arrays["alone"], dout, inp, weight, add_dweight=False)
+    return {name: device.download(array) for name, array in arrays.items()}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Device:
+    """With no choices of other tests and runs."""
+    found = fp8_gpu()
+    monkeypatch.setattr(cublaslt, "user_cache", lambda: tmp_path)
+    monkeypatch.setattr(cublaslt, "_PLANS", {})
+    monkeypatch.setattr(found, "matmul", "cublaslt", raising=False)
+    monkeypatch.setattr(found, "precision", "bf16", raising=False)
+    return found
+
+
+# A scale of the other factor or upside down, a factor that is not transposed, padding that is summed, rows left out, an
+# accumulation that overwrites. The error allowed is thrice that of sums as the hardware makes them.
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16, 16, 16), (7, 48, 32), (130, 64, 208), (257, 272, 128), (300, 144, 512)])
+def test_products(device: Device, shape: tuple[int, int, int]) -> None:
+    a = arrays_of(*shape)
+    got = products(device, a)
+    assert_same_bits(products(device, a), got)
+    (inp, inp_scale), (weight, scale), (dout, dout_scale) = (
+        cast(a[name], dtype) for name, dtype in (("inp", E4M3), ("weight", E4M3), ("dout", E5M2))
+    )
+    for name, left, right, factor, added in (
+        ("out", inp, weight, inp_scale * scale, 0),
+        ("biased", inp, weight, inp_scale * scale, a["bias"]),
+        ("dinp", dout, weight.T, dout_scale * scale, 0),
+        ("again", dout, weight.T, dout_scale * scale, 0),
+        ("dweight", dout.T, inp.T, dout_scale * inp_scale, a["before"]),
+        ("alone", dout.T, inp.T, dout_scale * inp_scale, 0),
+    ):
+        expected = factor * (left @ right.T) + added
+        baseline = factor * summed(left, right, fast=name in ("out", "biased")) + added
+        if name in ("out", "biased", "dinp", "again"):
+            baseline = rounded(baseline, BF16).astype(np.float64)
+        floor = UNIT[FLOAT] * factor * float((np.abs(left) @ np.abs(right.T)).max())
+        assert_within(name, got[name], expected, 3 * max(float(np.abs(baseline - expected).max()), floor))
+
+
+# A GELU of what was not rounded, of the fused kernels or in place of its derivative: it is the two operations one by one.
+@pytest.mark.gpu
+def test_gelu_is_its_parts(device: Device) -> None:
+    from kernels.cuda.bias import bias_backward
+    from kernels.cuda.gelu import gelu_backward, gelu_forward
+
+    a, rows = arrays_of(130, 192, 64), 130
+    inp, bias, weight = on_gpu(device, a["inp"], BF16), on_gpu(device, a["bias"], BF16), handle(device, a["weight"])
+    down, dout = handle(device, a["weight"].T.copy()), on_gpu(device, a["inp"] * 1e-5, BF16)
+
+    def outputs() -> dict[str, Any]:
+        nan = {name: on_gpu(device, np.full((rows, 192), np.nan), BF16) for name in ("act", "up", "dup")}
+        return {**nan, "dweight": on_gpu(device, np.zeros((64, 192)), FLOAT), "dbias": on_gpu(device, np.zeros(192), FLOAT)}
+
+    fused, parts = outputs(), outputs()
+    matmul_gelu_forward(device, fused["act"], fused["up"], inp, weight, bias)
+    matmul_forward(device, fused["dup"].reshape(-1)[: rows * 64].reshape(rows, 64), fused["act"], down)  # which notes act's scale
+    matmul_gelu_backward(device, fused["dup"], fused["dweight"], dout, fused["act"], fused["up"], down, fused["dbias"])
+    matmul_forward(device, parts["up"], inp, weight, bias)
+    gelu_forward(device, parts["act"], parts["up"])
+    matmul_backward(device, parts["dup"], parts["dweight"], dout, parts["act"], down)
+    gelu_backward(device, parts["dup"], parts["dup"], parts["up"])
+    bias_backward(device, parts["dbias"], parts["dup"])
+    got, expected = ({name: device.download(array) for name, array in one.items()} for one in (fused, parts))
+    assert all(np.isfinite(array).all() for array in got.values())
+    assert_same_bits(got, expected)
+
+
+# A GPU that has no FP8 products, or a model whose widths they do not take: the library's error in the middle of a run.
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(device: Any) -> None:
+        device.arch, device.model, device.processors = arch, "Some GPU", 132
+
+    monkeypatch.setattr(Device, "__init__", opened)
+    arch = "sm_86"
+    CudaOps(Numerics(precision="bf16"))
+    with pytest.raises(ValueError, match=r"^numerics\.precision: fp8 needs .* sm_89 or later, Some GPU is sm_86; .* bf16$"):
+        CudaOps(Numerics(precision="fp8"))
+    arch = "sm_90"
+    ops = CudaOps(Numerics(precision="fp8"))
+    assert (ops.precision, ops.storage) == ("bf16", BF16)
+    with pytest.raises(ValueError, match=r"^numerics\.precision: fp8 takes .* whose widths 16 divides .*, one is \d+; "):
+        ops.workspace_bytes(MODELS["gpt2"], 99)
+    whole = ModelConfig(50257, 12, 12, 12, 768, 3072, 1024, norm="layernorm", position="learned", mlp="gelu", bias=True)
+    plain = CudaOps(Numerics(precision="bf16")).workspace_bytes(whole, 32768)
+    assert ops.workspace_bytes(whole, 32768) > max(plain, 32768 * (2 * 3072 + 768))
