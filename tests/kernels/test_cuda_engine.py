@@ -170,8 +170,8 @@ def cast(array: Array, dtype: Any) -> Array:
     return (from_fp8(out) * scale).astype(np.float32)
 
 
-# fp8: nearer to a CPU that makes the same casts than that is to float64. Casts of what differs in its last bits are mostly the
-# same, so a wrong factor, or a bf16 product in place of another, stands out. The loss of an evaluation is bf16's own.
+# fp8: as far from float64 as a CPU that makes the same casts, up to a factor of two either way; nearer would be bf16's products.
+# (Casts of what differs in its last bits differ, so the two are not near each other.) An evaluation's loss is bf16's own.
 @pytest.mark.parametrize("recompute", ["none", "mlp"])
 @pytest.mark.parametrize("name", LARGE)
 def test_fp8_gradients(name: str, recompute: Any) -> None:
@@ -183,9 +183,8 @@ def test_fp8_gradients(name: str, recompute: Any) -> None:
     engine, plain = (engine_on_gpu(config, weights, precision=precision, recompute=recompute) for precision in ("fp8", "bf16"))
     got = gradients(engine, batch, scale)
     for tensor, value in expected.items():
-        allowed = max(error(baseline[tensor], value), UNIT[BF16])
-        away = error(got[tensor], baseline[tensor].astype(np.float64))
-        assert away <= allowed, f"{tensor}: {away:.1e}, allowed {allowed:.1e}"
+        away, usual = error(got[tensor], value), error(baseline[tensor], value)
+        assert usual / 2 <= away <= 2 * usual, f"{tensor}: {away:.1e}, the CPU's {usual:.1e}"
     assert np.array_equal(engine.evaluate(batch).nll, plain.evaluate(batch).nll)
 
 
