@@ -22,6 +22,9 @@ from kernels.parameters import block_products, initial_weights, named, parameter
 
 Array = np.ndarray[Any, Any]
 
+# Flat arrays that an update leaves to the next, those that there are.
+STATE = ("parameters", "exp_avg", "exp_avg_sq", "fp8_scales")
+
 
 @dataclass(frozen=True)
 class AdamW:
@@ -102,12 +105,15 @@ class Engine(Decoding):
 
     def _in_fp8(self, read: Mapping[str, Array]) -> dict[str, Any]:
         """The weights of the blocks' products as those of FP8 take them."""
-        products, scales = block_products(self._table), self._flat["fp8_scales"]
+        products, found = block_products(self._table), {}
         casts, transposed = (named(self._flat[name], products) for name in ("fp8", "fp8_transposed"))
-        return {
-            p.name: self.ops.fp8_weight(read[p.name], casts[p.name], transposed[p.name].reshape(p.shape[::-1]), of_product)
-            for p, of_product in zip(products, scales, strict=True)
-        }
+        saved = {buffer.name: buffer.shape for buffer in self._plan}
+        for p, scales, most in zip(products, self._flat["fp8_scales"], self._flat["fp8_most"], strict=True):
+            _, layer, linear, _ = p.name.split(".")
+            kept = self._arena.view(f"fp8_{linear}", saved[f"fp8_{linear}"], int(layer))
+            arrays = read[p.name], casts[p.name], transposed[p.name].reshape(p.shape[::-1]), kept
+            found[p.name] = self.ops.fp8_weight(*arrays, scales=scales, most=most)
+        return found
 
     def describe(self) -> str:
         """What was chosen, in a line."""
@@ -160,7 +166,10 @@ class Engine(Decoding):
             self._input("nll_weight", weight * np.asarray(head_scale, np.float64)[:, None]),
         )
         first, self._first = self._first, False
-        self.ops.replay(("micro_step", tokens.shape, first), lambda: self._forward_backward(tokens, start, *inputs, first))
+        if self._narrow:
+            self.ops.measuring = self._step == 0
+        key = "micro_step", tokens.shape, first, bool(self._narrow) and self._step == 0
+        self.ops.replay(key, lambda: self._forward_backward(tokens, start, *inputs, first))
 
     def _forward_backward(
         self, tokens: Array, start: Array, targets: Array, loss_weight: Array, nll_weight: Array, first: bool
@@ -214,6 +223,8 @@ class Engine(Decoding):
             beta1=o.beta1, beta2=o.beta2, eps=o.eps,
             weight_decay=o.weight_decay, grad_clip=o.grad_clip,
         )  # fmt: skip
+        if self._narrow:
+            self.ops.fp8_rescale(flat["fp8_scales"], flat["fp8_most"])
         self._cast_weights()
 
     def evaluate(self, batch: Batch) -> Evaluation:
@@ -241,16 +252,19 @@ class Engine(Decoding):
         return result
 
     def state(self) -> dict[str, Array]:
-        """A copy of all that training needs to go on bit for bit: parameters, moments and the count of updates."""
-        names = ("parameters", "exp_avg", "exp_avg_sq")
-        return {**{name: self.ops.download(self._flat[name]) for name in names}, "step": np.array(self._step, np.int64)}
+        """A copy of all that training needs to go on bit for bit: parameters, moments, scales and the count of updates."""
+        copies = {name: self.ops.download(self._flat[name]) for name in STATE if name in self._flat}
+        return {**copies, "step": np.array(self._step, np.int64)}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         """Go on from a state of an engine of the same configuration."""
-        for name in ("parameters", "exp_avg", "exp_avg_sq"):
-            self.ops.upload(self._flat[name], state[name])
+        for name in STATE:
+            if name in self._flat:
+                self.ops.upload(self._flat[name], state[name])
         self._copy_weights()
-        self.ops.fill_zero(self._flat["gradients"])
+        for name in ("gradients", "fp8_most"):
+            if name in self._flat:
+                self.ops.fill_zero(self._flat[name])
         self.ops.fill_zero(self._arena.view("nll_sums", (self.config.mtp_heads,)))
         self._step, self._first = int(state["step"]), True
 

@@ -22,8 +22,6 @@ ALIGNMENT_BYTES = 256
 MOST_VIEWS = 4096
 # Logits are held for no more rows at once than this allows; a head goes over its rows in as many parts as it takes.
 LOGITS_BYTES = 2**30
-# Scales that a product in FP8 has: its weight's, its input's and its gradient's.
-FP8_SCALES = 3
 # The kinds of buffers whose size the parameters alone decide.
 FIXED = ("parameters", "gradients", "moments")
 
@@ -75,16 +73,17 @@ def activation_plan(
     hidden = c.ffn * (2 if c.mlp == "swiglu" else 1)
     qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
     statistics = ["rstd"] if c.norm == "rmsnorm" else ["mean", "rstd"]
-    act_layers = 1 if numerics.recompute == "mlp" else layers
+    kept = 1 if numerics.precision == "fp8" else layers  # whose products keep their inputs' casts
+    act_layers = 1 if numerics.recompute == "mlp" else kept
     plan = [
         Buffer(name, "activations", (rows, width), dtype if name.startswith("residual") else storage, count)
         for name, width, count in (
             ("residual1", c.dim, layers),
-            ("norm1", c.dim, layers),
+            ("norm1", c.dim, kept),
             ("qkv", qkv, layers),
             ("attended", c.dim, layers),
             ("residual2", c.dim, layers),
-            ("norm2", c.dim, layers),
+            ("norm2", c.dim, kept),
             ("up", hidden, layers),
             ("act", c.ffn, act_layers),
             ("residual", c.dim, 1),
@@ -133,11 +132,16 @@ def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any], storage: 
     return plan
 
 
-def fp8_plan(table: list[Parameter]) -> list[Buffer]:
-    """The weights of the blocks' products in 8 bits, and transposed, and for each the scales of its products' factors."""
-    products = block_products(table)
-    casts = [Buffer(name, "parameters", (flat_size(products),), np.dtype(np.uint8)) for name in ("fp8", "fp8_transposed")]
-    return [*casts, Buffer("fp8_scales", "parameters", (len(products), FP8_SCALES), np.dtype(np.float32))]
+def fp8_plan(config: ModelConfig, table: list[Parameter], rows: int) -> list[Buffer]:
+    """What products in FP8 hold: weights' casts; scales and magnitudes; inputs' transposed casts, kept for the way back."""
+    products, pitch = block_products(table), -(-rows // 16) * 16  # the products ask for multiples of 16
+    widths, byte = {p.name.split(".")[2]: p.shape[1] for p in products}, np.dtype(np.uint8)
+    return [
+        *(Buffer(name, "parameters", (flat_size(products),), byte) for name in ("fp8", "fp8_transposed")),
+        Buffer("fp8_scales", "parameters", (len(products), 3), np.dtype(np.float32)),
+        Buffer("fp8_most", "parameters", (len(products), 2), np.dtype(np.int32)),
+        *(Buffer(f"fp8_{name}", "activations", (width * pitch,), byte, config.layers) for name, width in widths.items()),
+    ]
 
 
 def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtype[Any]) -> list[Buffer]:
@@ -196,7 +200,7 @@ def memory_plan(
     rows, table = micro_batch * config.context, parameter_table(config)
     plan = parameter_plan(flat_size(table), training=training, dtype=dtype, storage=storage)
     if training and numerics.precision == "fp8":
-        plan += fp8_plan(table)
+        plan += fp8_plan(config, table, rows)
     plan += input_plan(config, rows, training=training, dtype=dtype)
     plan += activation_plan(config, numerics, rows, training=training, dtype=dtype, storage=storage)
     if workspace_bytes:

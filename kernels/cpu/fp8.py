@@ -15,30 +15,56 @@ Array = np.ndarray[Any, Any]
 
 # By the type that holds it: bits of the mantissa, exponent of the smallest normal number, the largest number.
 FORMATS = {np.dtype(np.uint8): (3, -6, 448.0), np.dtype(np.int8): (2, -14, 57344.0)}
+# The largest magnitude is brought to half the largest number: the next one may be twice as large.
+ROOM = np.float32(2)
 # A largest magnitude below this is taken as this, so that a matrix of zeros has a factor, and a factor an inverse.
 SMALLEST = np.float32(2.0**-100)
 
 
-def fp8(out: Array | None, transposed: Array | None, scale: Array, inp: Array, *, measure: bool) -> None:
-    """out = inp / scale, to nearest, ties to even; beyond the largest number that; NaN stays.
+def fp8(
+    out: Array | None, transposed: Array | None, scale: Array, most: Array | None, inp: Array, *, measure: bool
+) -> None:
+    """out = inp / scale, to nearest, ties to even; beyond the largest number that. What is not finite becomes NaN.
 
     Args:
         out:        (rows, columns) uint8 or int8, overwritten; or None.
         transposed: (columns, at least rows) of the same type, overwritten, zeros beyond the rows; or None.
-        scale:      () fp32: largest magnitude of inp / largest number. Not finite where an element is not, and then all is NaN.
+        scale:      () fp32.
+        most:       () int32, the bits of an fp32 number: becomes the largest magnitude of inp where that is larger; or None.
         inp:        (rows, columns), what bf16 holds.
-        measure:    whether scale is overwritten so, or used as it is: of a matrix that was measured before.
+        measure:    whether scale is overwritten with what inp's own largest magnitude asks for, or used as it is. It is not
+            finite where an element is not, and then all is NaN.
     """
     dtype = next(array.dtype for array in (out, transposed) if array is not None)
+    single = inp.astype(np.float32)
+    largest = np.abs(single).max()
     if measure:
-        largest = np.abs(inp).max()
-        scale[...] = (SMALLEST if largest < SMALLEST else np.float32(largest)) / np.float32(FORMATS[dtype][2])
-    code = _encoded(inp.astype(np.float32) * (np.float32(1) / np.float32(scale)), dtype)
+        scale[...] = _scale(largest, dtype)
+    if most is not None:
+        most[...] = max(most, largest.view(np.int32))  # in the order of the numbers, NaN above all
+    code = _encoded(single * (np.float32(1) / np.float32(scale)) + (single - single), dtype)
     if out is not None:
         out[...] = code
     if transposed is not None:
         transposed[...] = 0
         transposed[:, : len(inp)] = code.T
+
+
+def fp8_rescale(scales: Array, most: Array) -> None:
+    """The scales of the next update's casts, from the largest magnitudes of this one's, which are forgotten.
+
+    Args:
+        scales: (products, 3) fp32, of weight, input and gradient: the last two overwritten.
+        most:   (products, 2) int32, of input and gradient, as fp8 leaves them; zero afterwards.
+    """
+    for i, dtype in enumerate(FORMATS):
+        for product in range(len(scales)):
+            scales[product, 1 + i] = _scale(most[product, i : i + 1].view(np.float32)[0], dtype)
+    most[...] = 0
+
+
+def _scale(largest: np.float32, dtype: np.dtype[Any]) -> np.float32:
+    return (SMALLEST if largest < SMALLEST else largest) / (np.float32(FORMATS[dtype][2]) / ROOM)  # type: ignore[no-any-return]
 
 
 def _encoded(values: Array, dtype: np.dtype[Any]) -> Array:

@@ -24,7 +24,7 @@ from kernels.cuda.decode_attention import decode_attention_forward
 from kernels.cuda.decode_step import decode_step, fused_rows
 from kernels.cuda.device import Device
 from kernels.cuda.embedding import embedding_backward, embedding_forward
-from kernels.cuda.fp8 import MULTIPLE
+from kernels.cuda.fp8 import MULTIPLE, fp8_rescale
 from kernels.cuda.gelu import gelu_backward, gelu_forward
 from kernels.cuda.grad_norm import grad_norm
 from kernels.cuda.launch import BF16, FLOAT, Array
@@ -86,7 +86,7 @@ class CudaOps(Device):
     adamw = adamw
     sampling, ban = sampling, ban
     rounding = rounding
-    fp8_weight, cast_weight = fp8_weight, cast_weight
+    fp8_weight, cast_weight, fp8_rescale = fp8_weight, cast_weight, fp8_rescale
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()

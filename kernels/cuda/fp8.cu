@@ -1,13 +1,14 @@
 // A matrix in 8-bit floating point, with one factor for all of it, and its transpose: what the products of FP8 read.
 //
-//     scale = max |inp| / LARGEST                       out = inp / scale, transposed = out^T
+//     scale = ROOM max |inp| / LARGEST                  out = inp / scale, transposed = out^T
 //
 // Layout: inp bf16 (rows, columns), 16 dividing columns; out of T, e4m3 or e5m2, likewise; transposed (columns, pitch), 16 dividing
-//         pitch, zeros beyond the rows; all begin at multiples of 16 bytes. scale fp32 ().
+//         pitch, zeros beyond the rows; all begin at multiples of 16 bytes. scale fp32 () and most int32 (), the bits of a magnitude.
 // Work: fp8_scale, blocks stride over the matrix and meet in one integer maximum; the last to come writes the scale. fp8_cast, a block
-//       owns a tile of ROWS x COLUMNS and turns it in shared memory, so that lines of 128 bytes are read and, transposed, written.
+//       owns a tile of ROWS x COLUMNS and turns it in shared memory, so that lines of 128 bytes are read and, transposed, written. It
+//       notes the maximum for the next update, whose casts are then spared fp8_scale: fp8_rescale.
 // Precision: the quotient by fp32's reciprocal of the scale; one rounding, to nearest, ties to even, what is beyond LARGEST to it.
-//            NaN and infinity make the scale so, and all of the product NaN.
+//            NaN and infinity become NaN, and make a scale of their own so, and all of the product NaN.
 // Determinism: a maximum does not depend on the order.
 // Source: Micikevicius et al. 2022, arXiv:2209.05433 (formats).
 
@@ -31,15 +32,31 @@ struct Format<e5m2> {
     static constexpr float LARGEST = 57344.0f;
 };
 
+constexpr float ROOM = 2.0f;           // the largest number is so many times what the largest magnitude becomes
+constexpr float SMALLEST = 0x1p-100f;  // so that zeros have a scale, and each scale a reciprocal
 constexpr int SIZE = 8, SCALE_BLOCK = 512, CAST_BLOCK = 256;
+
+template <typename T>
+float scale_of(int bits) {
+    const float largest = __int_as_float(bits);
+    return (largest < SMALLEST ? SMALLEST : largest) / (Format<T>::LARGEST / ROOM);  // NaN is not below
+}
+
+// Bits of a vector's largest magnitude, in each half of a word: in the order of the magnitudes, NaN above all.
+inline unsigned most_of(const Packed<bf16, SIZE>& x) {
+    unsigned most = 0;
+#pragma unroll
+    for (int i = 0; i < x.WORDS; i++) most = __vmaxu2(most, x.word[i] & 0x7fff7fffu);
+    return most;
+}
+inline unsigned as_float_bits(unsigned both) { return max(both & 0xffffu, both >> 16) << 16; }
 
 // vectors: of inp, of SIZE elements each. finished: blocks that are done, and the bits of the largest magnitude; zero before and after.
 template <typename T>
 __global__ void __launch_bounds__(SCALE_BLOCK) fp8_scale(float* scale, const bf16* inp, int* finished, long long vectors) {
-    constexpr int UNDER_WAY = 4;           // vectors that a thread waits for at once; not tuned
-    constexpr float SMALLEST = 0x1p-100f;  // so that zeros have a scale, and each scale a reciprocal
+    constexpr int UNDER_WAY = 4;  // vectors that a thread waits for at once; not tuned
     const long long step = (long long)gridDim.x * SCALE_BLOCK;
-    unsigned most = 0;  // of bf16's bits without sign, two at once: in the order of the magnitudes, NaN above all
+    unsigned most = 0;
     for (long long i = (long long)blockIdx.x * SCALE_BLOCK + threadIdx.x; i < vectors; i += step * UNDER_WAY) {
         Packed<bf16, SIZE> x[UNDER_WAY];
 #pragma unroll
@@ -48,19 +65,24 @@ __global__ void __launch_bounds__(SCALE_BLOCK) fp8_scale(float* scale, const bf1
             if (i + j * step < vectors) x[j].load(inp + (i + j * step) * SIZE);
         }
 #pragma unroll
-        for (int j = 0; j < UNDER_WAY; j++)
-#pragma unroll
-            for (int k = 0; k < x[j].WORDS; k++) most = __vmaxu2(most, x[j].word[k] & 0x7fff7fffu);
+        for (int j = 0; j < UNDER_WAY; j++) most = __vmaxu2(most, most_of(x[j]));
     }
-    int bits = (int)(max(most & 0xffffu, most >> 16) << 16);  // as fp32's
-    bits = block_reduce(bits, [](int a, int b) { return max(a, b); }, 0);
+    const int bits = block_reduce((int)as_float_bits(most), [](int a, int b) { return max(a, b); }, 0);
     if (threadIdx.x > 0) return;
     atomicMax(finished + 1, bits);
     __threadfence();  // the maximum is there before the count says so
     if (atomicAdd(finished, 1) < gridDim.x - 1) return;
-    const float largest = __int_as_float(atomicExch(finished + 1, 0));
+    *scale = scale_of<T>(atomicExch(finished + 1, 0));
     finished[0] = 0;
-    *scale = (largest < SMALLEST ? SMALLEST : largest) / Format<T>::LARGEST;  // NaN is not below
+}
+
+// A product's scales are those of its weight, its input and its gradient; most of the last two.
+__global__ void fp8_rescale(float* scales, int* most, int products) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= products) return;
+    scales[3 * i + 1] = scale_of<e4m3>(most[2 * i]);
+    scales[3 * i + 2] = scale_of<e5m2>(most[2 * i + 1]);
+    most[2 * i] = most[2 * i + 1] = 0;
 }
 
 // Four numbers' bytes, the first in the lowest.
@@ -72,10 +94,10 @@ unsigned four(F of) {
     return pair(0) | pair(2) << 16;
 }
 
-// grid: (tiles of columns, of rows). out and transposed may each be null.
+// grid: (tiles of columns, of rows). out, transposed and most may each be null.
 template <typename T>
 __global__ void __launch_bounds__(CAST_BLOCK)
-    fp8_cast(T* out, T* transposed, const float* scale, const bf16* inp, int rows, int columns, int pitch) {
+    fp8_cast(T* out, T* transposed, const float* scale, int* most, const bf16* inp, int rows, int columns, int pitch) {
     // A thread casts GROUP rows of a vector; of its tile each column's bytes lie in CHUNKS of 16. Not tuned.
     constexpr int COLUMNS = 64, GROUP = 4, ROWS = CAST_BLOCK / (COLUMNS / SIZE) * GROUP, CHUNK = 16, CHUNKS = ROWS / CHUNK;
     constexpr int WORDS = CHUNK / sizeof(unsigned);
@@ -91,13 +113,23 @@ __global__ void __launch_bounds__(CAST_BLOCK)
         x[i].clear();
         if (i < inside) x[i].load(inp + place + (long long)i * columns);
     }
-    unsigned word[GROUP][2];  // of each row
+    unsigned word[GROUP][2], largest = 0;  // of each row; of all
 #pragma unroll
     for (int i = 0; i < GROUP; i++) {
+        largest = __vmaxu2(largest, most_of(x[i]));
 #pragma unroll
-        for (int half = 0; half < 2; half++) word[i][half] = four<T>([&](int j) { return x[i](4 * half + j) * inverse; });
+        for (int half = 0; half < 2; half++)
+            word[i][half] = four<T>([&](int j) {
+                const float value = x[i](4 * half + j);
+                return fmaf(value, inverse, value - value);  // the difference is 0, or NaN: infinity is not to become LARGEST
+            });
         if (out != nullptr && i < inside)
             *reinterpret_cast<uint2*>(out + place + (long long)i * columns) = make_uint2(word[i][0], word[i][1]);
+    }
+    if (most != nullptr) {
+        const unsigned bits = __reduce_max_sync(ALL_LANES, as_float_bits(largest));
+        // Most warps find what is there as large: read in the second-level cache, older than it is at worst.
+        if (threadIdx.x % WARP == 0 && (int)bits > __ldcg(most)) atomicMax(most, (int)bits);
     }
     if (transposed == nullptr) return;
     // Chunks are exchanged by their columns' vector: the words that a warp writes at once then lie in 32 banks.

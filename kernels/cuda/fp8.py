@@ -1,19 +1,21 @@
-"""Launcher of fp8.cu; the contract is that of kernels.cpu.fp8."""
+"""Launchers of fp8.cu; the contracts are those of kernels.cpu.fp8."""
 
 from kernels.cuda.device import Device
 from kernels.cuda.launch import E4M3, E5M2, Array, Kernel
 
 MULTIPLE = 16  # of columns, and of a transposed row: what the kernels load and store at once, and products of FP8 need
 _SCALE = Kernel("fp8.cu", "fp8_scale", ((E4M3,), (E5M2,)))
+_RESCALE = Kernel("fp8.cu", "fp8_rescale", ((),))
 _CAST = Kernel("fp8.cu", "fp8_cast", ((E4M3,), (E5M2,)))
 # The kernels' threads, SIZE, UNDER_WAY, and tile.
 _SCALE_BLOCK, _SIZE, _UNDER_WAY = 512, 8, 4
 _CAST_BLOCK, _ROWS, _COLUMNS = 256, 128, 64
+_RESCALE_BLOCK = 128
 _BLOCKS_A_PROCESSOR = 4  # of _SCALE: as many threads as it holds
 
 
 def fp8(
-    device: Device, out: Array | None, transposed: Array | None, scale: Array, inp: Array, *, measure: bool
+    device: Device, out: Array | None, transposed: Array | None, scale: Array, most: Array | None, inp: Array, *, measure: bool
 ) -> None:
     """See kernels.cpu.fp8.fp8; inp is bf16, and its columns and transposed's are multiples of 16.
 
@@ -31,5 +33,11 @@ def fp8(
     grid = -(-columns // _COLUMNS), -(-max(rows, pitch) // _ROWS)
     device.launch(
         _CAST, (dtype,), grid, _CAST_BLOCK,
-        out=out, transposed=transposed, scale=scale, inp=inp, rows=rows, columns=columns, pitch=pitch,
+        out=out, transposed=transposed, scale=scale, most=most, inp=inp, rows=rows, columns=columns, pitch=pitch,
     )  # fmt: skip
+
+
+def fp8_rescale(device: Device, scales: Array, most: Array) -> None:
+    """See kernels.cpu.fp8.fp8_rescale."""
+    count = len(scales)
+    device.launch(_RESCALE, (), -(-count // _RESCALE_BLOCK), _RESCALE_BLOCK, scales=scales, most=most, products=count)

@@ -50,7 +50,7 @@ def matmul_backward(
     """See kernels.cpu.matmul.matmul_backward. dweight is fp32, all else T; dinp is rounded once, also where it accumulates."""
     if isinstance(weight, Fp8Weight):
         assert not add_dinp
-        fp8_backward(device, dinp, dweight, dout, inp, weight, add_dweight)
+        fp8_backward(device, dinp, dweight, dout, weight, add_dweight)
         return
     weight_gradient(device, dweight, dout, inp, add_dweight)
     _multiply(device, dinp, dout, weight, accumulate=add_dinp)

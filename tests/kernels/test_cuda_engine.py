@@ -166,25 +166,31 @@ class Fp8Ops(RoundingOps):
 def cast(array: Array, dtype: Any) -> Array:
     """What 8 bits and a scale keep of it."""
     out, scale = np.empty(array.shape, dtype), np.zeros((), np.float32)
-    fp8(out, None, scale, array, measure=True)
+    fp8(out, None, scale, None, array, measure=True)
     return (from_fp8(out) * scale).astype(np.float32)
 
 
 # fp8: as far from float64 as a CPU that makes the same casts, up to a factor of two either way; nearer would be bf16's products.
-# (Casts of what differs in its last bits differ, so the two are not near each other.) An evaluation's loss is bf16's own.
+# (Casts of what differs in its last bits differ, so the two are not near each other.) Also with the scales that an update before
+# asked for, of other sizes: a batch of fewer rows. An evaluation's loss is bf16's own.
+@pytest.mark.parametrize("updated", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "mlp"])
 @pytest.mark.parametrize("name", LARGE)
-def test_fp8_gradients(name: str, recompute: Any) -> None:
+def test_fp8_gradients(name: str, recompute: Any, updated: bool) -> None:
     config, batch = LARGE[name], batch_of(LARGE[name], seed=1)
     scale = 1 / config.mtp_heads / head_weight_sums(batch, config.mtp_heads)
+    engine = engine_on_gpu(config, precision="fp8", recompute=recompute)
+    if updated:
+        engine.micro_step(batch_of(config, seed=2, rows=2), scale)
+        engine.update(AdamW(), 1e-3)
+    weights, got = engine.weights(), gradients(engine, batch, scale)
     oracle = Engine(config, Numerics(), micro_batch=3, device="cpu", dtype=np.float64)
-    weights, expected = oracle.weights(), gradients(oracle, batch, scale)
-    baseline = bf16_baseline(config, weights, batch, scale, Fp8Ops)
-    engine, plain = (engine_on_gpu(config, weights, precision=precision, recompute=recompute) for precision in ("fp8", "bf16"))
-    got = gradients(engine, batch, scale)
+    oracle.load(weights)
+    expected, baseline = gradients(oracle, batch, scale), bf16_baseline(config, weights, batch, scale, Fp8Ops)
     for tensor, value in expected.items():
         away, usual = error(got[tensor], value), error(baseline[tensor], value)
         assert usual / 2 <= away <= 2 * usual, f"{tensor}: {away:.1e}, the CPU's {usual:.1e}"
+    plain = engine_on_gpu(config, weights, precision="bf16")
     assert np.array_equal(engine.evaluate(batch).nll, plain.evaluate(batch).nll)
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("cupy")
 
 from kernels.cuda import CudaOps, cublaslt
 from kernels.cuda.device import Device
-from kernels.cuda.fp8 import fp8
+from kernels.cuda.fp8 import fp8, fp8_rescale
 from kernels.cuda.launch import E4M3, E5M2
 from kernels.cuda.matmul import matmul_backward, matmul_forward
 from kernels.cuda.matmul_fp8 import Fp8Weight, cast_weight, fp8_weight
@@ -61,17 +61,19 @@ def test_cast(rows: int, columns: int, more: int, dtype: np.dtype[Any]) -> None:
     source = on_gpu(device, inp, BF16)
     out, transposed, scale = np.empty(inp.shape, dtype), np.empty((columns, pitch), dtype), np.zeros((), np.float32)
     for factor in (None, 1.0, 0.01, 1e6):  # measured; used as it is; beyond the largest; most too small
+        most = np.array(7 if factor is None else 2**30, np.int32)  # what is there: less than the largest; more
         if factor is not None:
             scale[...] *= factor
-        cpu.fp8(out, transposed, scale, inp, measure=factor is None)
-        expected = {"out": out, "transposed": transposed, "scale": scale}
+        noted = on_gpu(device, most, np.int32)
+        cpu.fp8(out, transposed, scale, most, inp, measure=factor is None)
+        expected = {"out": out, "transposed": transposed, "scale": scale, "most": most}
         for both, only in ((True, None), (False, "out"), (False, "transposed")):
             to = {"out": memory(device, inp.shape, dtype), "transposed": memory(device, (columns, pitch), dtype)}
             of_gpu = on_gpu(device, np.array(np.nan if factor is None else scale, np.float32), FLOAT)
             to = {name: array for name, array in to.items() if both or name == only}
-            fp8(device, to.get("out"), to.get("transposed"), of_gpu, source, measure=factor is None)
+            fp8(device, to.get("out"), to.get("transposed"), of_gpu, noted, source, measure=factor is None)
             got = {name: device.download(array) for name, array in to.items()}
-            got["scale"] = device.download(of_gpu)
+            got |= {"scale": device.download(of_gpu), "most": device.download(noted)}
             assert_same_bits(got, {name: expected[name] for name in got})
     assert not device.download(device.finished).any()
 
@@ -83,15 +85,33 @@ def test_what_is_not_finite(wrong: float) -> None:
     device, inp = gpu(), matrix(33, 48)
     inp[20, 30] = wrong
     out, scale = memory(device, inp.shape, E4M3), on_gpu(device, np.zeros((), np.float32), FLOAT)
-    fp8(device, out, None, scale, on_gpu(device, inp, BF16), measure=True)
+    source, most = on_gpu(device, inp, BF16), on_gpu(device, np.zeros((), np.int32), np.int32)
+    fp8(device, out, None, scale, None, source, measure=True)
     with np.errstate(invalid="ignore"):
         assert np.isnan(from_fp8(device.download(out)) * device.download(scale)).all()
+    device.upload(scale, 1.0)
+    fp8(device, out, None, scale, most, source, measure=False)
+    assert np.argwhere(np.isnan(from_fp8(device.download(out)))).tolist() == [[20, 30]]
+    assert not np.isfinite(device.download(most).view(np.float32))
+
+
+# Scales of another product or factor, a magnitude that stays.
+@pytest.mark.gpu
+def test_rescale() -> None:
+    device, rng = gpu(), np.random.default_rng(0)
+    scales, magnitudes = rng.random((150, 3), np.float32), rng.random((150, 2), np.float32) * np.float32(1e-3)
+    magnitudes[7] = 0, np.inf
+    most = magnitudes.view(np.int32)
+    of_gpu, noted = on_gpu(device, scales, FLOAT), on_gpu(device, most, np.int32)
+    fp8_rescale(device, of_gpu, noted)
+    cpu.fp8_rescale(scales, most)
+    assert_same_bits({"scales": device.download(of_gpu), "most": device.download(noted)}, {"scales": scales, "most": most})
 
 
 def cast(values: Array, dtype: np.dtype[Any]) -> tuple[Array, float]:
     """The numbers of the cast, and its scale."""
     out, scale = np.empty(values.shape, dtype), np.zeros((), np.float32)
-    cpu.fp8(out, None, scale, values, measure=True)
+    cpu.fp8(out, None, scale, None, values, measure=True)
     return from_fp8(out), float(scale)
 
 
@@ -121,7 +141,9 @@ def arrays_of(rows: int, outputs: int, inputs: int) -> Arrays:
 def handle(device: Device, weight: Array) -> Fp8Weight:
     """A weight with its casts."""
     casts = memory(device, weight.shape, E4M3), memory(device, weight.shape[::-1], E4M3)
-    found = fp8_weight(device, on_gpu(device, weight, BF16), *casts, on_gpu(device, np.full(3, np.nan), FLOAT))
+    saved = memory(device, (weight.shape[1] * 512,), E4M3)
+    numbers = {"scales": on_gpu(device, np.full(3, np.nan), FLOAT), "most": on_gpu(device, np.zeros(2, np.int32), np.int32)}
+    found = fp8_weight(device, on_gpu(device, weight, BF16), *casts, saved, **numbers)
     cast_weight(device, found)
     return found
 
@@ -146,6 +168,7 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Device:
     monkeypatch.setattr(cublaslt, "user_cache", lambda: tmp_path)
     monkeypatch.setattr(cublaslt, "_PLANS", {})
     monkeypatch.setattr(found, "matmul", "cublaslt", raising=False)
+    monkeypatch.setattr(found, "measuring", True)
     monkeypatch.setattr(found, "precision", "bf16", raising=False)
     return found
 

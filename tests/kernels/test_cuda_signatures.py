@@ -226,8 +226,9 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
         yield "rounding", (array((count,), BF16), f(count)), {}
     for dtype in (E4M3, E5M2):
         inp, scale, transposed = array((rows, 48), BF16), f(), array((48, -(-rows // 16) * 16), dtype)
-        yield "fp8", (array(inp.shape, dtype), None, scale, inp), {"measure": True}
-        yield "fp8", (None, transposed, scale, inp), {"measure": False}
+        yield "fp8", (array(inp.shape, dtype), None, scale, None, inp), {"measure": True}
+        yield "fp8", (None, transposed, scale, array((), np.int32), inp), {"measure": False}
+    yield "fp8_rescale", (f(4, 3), array((4, 2), np.int32)), {}
     yield "ban", (logits, targets), {}
     for temperature in (0.0, 1.0):
         settings = {**vocab, "temperature": temperature, "top_k": 5, "top_p": 0.9}
@@ -242,7 +243,7 @@ def calls(storage: np.dtype[Any], sizes: Sizes) -> Calls:
 
 def module_of(name: str) -> Any:
     """The launchers' module of an operation's function."""
-    operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
+    operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward").removesuffix("_rescale")
     return import_module(f"kernels.cuda.{'sampling' if name == 'ban' else operation}")
 
 
@@ -292,7 +293,7 @@ def test_only_tensor_maps_pass_as_such() -> None:
 def test_every_operation_is_called() -> None:
     operations = {name for name, value in vars(CpuOps).items() if isinstance(value, staticmethod)}
     called = {name for name, _, _ in calls(FLOAT, SIZES[0])}
-    assert called == operations | {"decode_step", "rounding", "fp8"}  # which the GPU alone has
+    assert called == operations | {"decode_step", "rounding", "fp8", "fp8_rescale"}  # which the GPU alone has
 
 
 # An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.

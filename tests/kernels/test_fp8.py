@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.cpu.fp8 import FORMATS, fp8
+from kernels.cpu.fp8 import FORMATS, ROOM, SMALLEST, fp8, fp8_rescale
 from tests.compare import Array, from_fp8
 
 DTYPES = pytest.mark.parametrize("dtype", FORMATS, ids=("e4m3", "e5m2"))
@@ -15,17 +15,18 @@ ONE = np.ones((), np.float32)
 def codes(values: Array, dtype: np.dtype[Any]) -> Array:
     """Of fp32 numbers, with a scale of 1."""
     out = np.empty((1, values.size), dtype)
-    fp8(out, None, ONE.copy(), values.reshape(1, -1), measure=False)
+    fp8(out, None, ONE.copy(), None, values.reshape(1, -1), measure=False)
     return out.reshape(values.shape).view(np.uint8)
 
 
-# A wrong exponent, or numbers too small for one: each number of the format is its own nearest.
+# A wrong exponent, or numbers too small for one: each number of the format is its own nearest, but for -0.
 @DTYPES
 def test_every_number_is_kept(dtype: np.dtype[Any]) -> None:
     every = np.arange(256, dtype=np.uint8).view(dtype)
     values = from_fp8(every)
     finite = np.isfinite(values) & (np.abs(values) <= FORMATS[dtype][2])
     assert finite.sum() == {"uint8": 254, "int8": 248}[dtype.name]
+    finite[128] = False
     assert np.array_equal(codes(values[finite], dtype), every.view(np.uint8)[finite])
 
 
@@ -41,36 +42,53 @@ def test_rounds_to_nearest(dtype: np.dtype[Any]) -> None:
         beside = np.nextafter(middles, np.float32(toward))
         assert np.array_equal(from_fp8(codes(beside, dtype).view(dtype)), expected)
         assert np.array_equal(from_fp8(codes(-beside, dtype).view(dtype)), -expected)
-    beyond = np.array([largest * 1.01, 1e30, np.inf, -np.inf], np.float32)
-    assert from_fp8(codes(beyond, dtype).view(dtype)).tolist() == [largest, largest, largest, -largest]
-    assert np.isnan(from_fp8(codes(np.array([np.nan], np.float32), dtype).view(dtype))).all()
+    beyond = np.array([largest * 1.01, 1e30, -1e30], np.float32)
+    assert from_fp8(codes(beyond, dtype).view(dtype)).tolist() == [largest, largest, -largest]
+    with np.errstate(invalid="ignore"):
+        wrong = codes(np.array([np.nan, np.inf, -np.inf], np.float32), dtype).view(dtype)
+    assert np.isnan(from_fp8(wrong)).all()
 
 
 # A scale of another tensor's or of the signed maximum, a transposed copy with what was there before beyond the rows.
 @DTYPES
 def test_scale_and_transposed(dtype: np.dtype[Any]) -> None:
-    inp = np.random.default_rng(0).standard_normal((5, 16), np.float32)
+    inp, half = np.random.default_rng(0).standard_normal((5, 16), np.float32), FORMATS[dtype][2] / ROOM
     inp[2, 3] = -7
     out, transposed, scale = np.empty(inp.shape, dtype), np.full((16, 16), 99, dtype), np.full((), np.nan, np.float32)
-    fp8(out, transposed, scale, inp, measure=True)
-    assert scale == np.float32(7) / np.float32(FORMATS[dtype][2])
+    fp8(out, transposed, scale, None, inp, measure=True)
+    assert scale == np.float32(7) / half
     assert np.array_equal(transposed[:, :5], out.T)
     assert not transposed[:, 5:].any()
-    assert from_fp8(out)[2, 3] == -FORMATS[dtype][2]
+    assert from_fp8(out)[2, 3] == -half
     assert np.abs(from_fp8(out) * scale - inp).max() <= 7 * 2.0 ** -(FORMATS[dtype][0] + 1)
     again = np.empty(inp.shape, dtype)
-    fp8(again, None, scale, inp / 2, measure=False)
-    assert np.abs(from_fp8(again)).max() == FORMATS[dtype][2] / 2
+    fp8(again, None, scale, None, inp / 2, measure=False)
+    assert np.abs(from_fp8(again)).max() == half / 2
+
+
+# A magnitude that a smaller one takes the place of, that outlives its update, or makes another factor's scale.
+def test_scales_of_the_next_update() -> None:
+    scales, most, out = np.full((2, 3), 5, np.float32), np.zeros((2, 2), np.int32), np.empty((1, 16), np.uint8)
+    for largest in (3.0, 6.0, 2.0):
+        fp8(out, None, ONE.copy(), most[0, 0:1].reshape(()), np.array([[-largest, 1.0] * 8]), measure=False)
+    most[1] = np.array([0, np.nan], np.float32).view(np.int32)
+    fp8_rescale(scales, most)
+    assert scales[0].tolist() == [5, np.float32(6) / 224, SMALLEST / 28672]
+    assert scales[1, :2].tolist() == [5, SMALLEST / 224]
+    assert np.isnan(scales[1, 2])
+    assert not most.any()
 
 
 # Zeros that divide by zero; a number that is not finite and does not show in the product.
 @DTYPES
-def test_zeros_and_what_is_not_finite(dtype: np.dtype[Any]) -> None:
+@pytest.mark.parametrize("measure", [True, False])
+def test_zeros_and_what_is_not_finite(dtype: np.dtype[Any], measure: bool) -> None:
     out, scale = np.empty((2, 16), dtype), np.zeros((), np.float32)
-    fp8(out, None, scale, np.zeros((2, 16), np.float32), measure=True)
+    fp8(out, None, scale, None, np.zeros((2, 16), np.float32), measure=True)
     assert 0 < scale < 1e-30
     assert not out.any()
-    for wrong in (np.inf, np.nan):
+    scale[...] = 1
+    for wrong in (np.inf, -np.inf, np.nan):
         with np.errstate(invalid="ignore"):
-            fp8(out, None, scale, np.array([[1.0, wrong] * 8] * 2, np.float32), measure=True)
-            assert np.isnan(from_fp8(out) * scale).all()
+            fp8(out, None, scale, None, np.array([[1.0, wrong] * 8] * 2, np.float32), measure=measure)
+            assert np.isnan(from_fp8(out) * scale)[:, slice(None) if measure else slice(1, None, 2)].all()
