@@ -102,14 +102,17 @@ class Transformer:
             norm2 = self._norm_forward(f"{block}norm2", i, residual, branch, f"{block}proj")
             residual = self._rows("residual2", rows, c.dim, i)
             up, act = self._up(rows, i), self._rows("act", rows, c.ffn, i)
-            up_weight, up_bias = weights[f"{block}up.weight"], weights.get(f"{block}up.bias")
+            linear, up_weight, up_bias = f"{block}down", weights[f"{block}up.weight"], weights.get(f"{block}up.bias")
+            down = weights[f"{linear}.weight"]
             if c.mlp == "swiglu":
                 ops.matmul_forward(up, norm2, up_weight, up_bias)
                 ops.swiglu_forward(act, up)
+                ops.matmul_forward(branch, act, down)
+            elif training and self.narrow:
+                ops.fp8_mlp_forward(branch, act, up, norm2, up_weight, up_bias, down)
             else:
                 ops.matmul_gelu_forward(act, up, norm2, up_weight, up_bias)
-            linear = f"{block}down"
-            ops.matmul_forward(branch, act, weights[f"{linear}.weight"])
+                ops.matmul_forward(branch, act, down)
         return self._norm_forward("norm", 0, residual, branch, linear)
 
     def step(self, norm: Array, tokens: Array, start: Array, cache: Cache, cached: Array) -> Array:
@@ -208,8 +211,14 @@ class Transformer:
 
     def _mlp_backward(self, block: str, dnorm: Array, dup: Array, dout: Array, layer: int, add: bool) -> None:
         """From dout (rows, C) to dnorm, by way of dup; with recompute act is made anew."""
-        c, ops, rows, down = self.config, self.ops, len(dout), f"{block}down"
+        c, ops, rows, down, grads = self.config, self.ops, len(dout), f"{block}down", self.grads
         up, act, norm = self._up(rows, layer), self._rows("act", rows, c.ffn, layer), self._rows("norm2", rows, c.dim, layer)
+        if self.narrow and c.mlp == "gelu":
+            weights, bias = (f"{block}up.weight", f"{down}.weight"), grads.get(f"{block}up.bias")
+            dweight, ddown = (grads[name] for name in weights)
+            factors = (self.narrow[name] for name in weights)
+            ops.fp8_mlp_backward(dnorm, dup, dweight, bias, ddown, dout, up, *factors, add_dweight=add)
+            return
         if self.numerics.recompute == "mlp":
             (ops.swiglu_forward if c.mlp == "swiglu" else ops.gelu_forward)(act, up)
         if c.mlp == "swiglu":
@@ -220,7 +229,7 @@ class Transformer:
             return
         weight = f"{down}.weight"
         ops.matmul_gelu_backward(
-            dup, self.grads[weight], dout, act, up, self._factor(weight), self.grads.get(f"{block}up.bias"), add_dweight=add
+            dup, grads[weight], dout, act, up, self.weights[weight], grads.get(f"{block}up.bias"), add_dweight=add
         )
         self._product_backward(f"{block}up", dnorm, dup, norm, add)
 

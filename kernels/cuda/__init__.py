@@ -35,7 +35,7 @@ from kernels.cuda.layernorm import (
     residual_layernorm_forward,
 )
 from kernels.cuda.matmul import matmul_backward, matmul_forward
-from kernels.cuda.matmul_fp8 import cast_weight, fp8_weight
+from kernels.cuda.matmul_fp8 import cast_weight, fp8_mlp_backward, fp8_mlp_forward, fp8_weight
 from kernels.cuda.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
 from kernels.cuda.rmsnorm import (
     residual_rmsnorm_backward,
@@ -87,6 +87,7 @@ class CudaOps(Device):
     sampling, ban = sampling, ban
     rounding = rounding
     fp8_weight, cast_weight, fp8_rescale = fp8_weight, cast_weight, fp8_rescale
+    fp8_mlp_forward, fp8_mlp_backward = fp8_mlp_forward, fp8_mlp_backward
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()

@@ -1,12 +1,15 @@
 // A matrix in 8-bit floating point, with one factor for all of it, and its transpose: what the products of FP8 read.
 //
 //     scale = ROOM max |inp| / LARGEST                  out = inp / scale, transposed = out^T
+//     or of gelu(up) or dout * gelu'(up) in place of inp, rounded to bf16 first, as if gelu.cu had written it; then dbias is its sum
+//     over rows, in the second case.
 //
 // Layout: inp bf16 (rows, columns), 16 dividing columns; out of T, e4m3 or e5m2, likewise; transposed (columns, pitch), 16 dividing
 //         pitch, zeros beyond the rows; all begin at multiples of 16 bytes. scale fp32 () and most int32 (), the bits of a magnitude.
 // Work: fp8_scale, blocks stride over the matrix and meet in one integer maximum; the last to come writes the scale. fp8_cast, a block
 //       owns a tile of ROWS x COLUMNS and turns it in shared memory, so that lines of 128 bytes are read and, transposed, written. It
-//       notes the maximum for the next update, whose casts are then spared fp8_scale: fp8_rescale.
+//       notes the maximum for the next update, whose casts are then spared fp8_scale: fp8_rescale. Sums over a tile's rows, over the
+//       warps' in order, go to its row of `partial` (gridDim.y, columns), which columns.cu adds up.
 // Precision: the quotient by fp32's reciprocal of the scale; one rounding, to nearest, ties to even, what is beyond LARGEST to it.
 //            NaN and infinity become NaN, and make a scale of their own so, and all of the product NaN.
 // Determinism: a maximum does not depend on the order.
@@ -14,6 +17,7 @@
 
 #include <cuda_fp8.h>
 
+#include "activation.cuh"
 #include "vectors.cuh"
 
 using e4m3 = __nv_fp8_e4m3;
@@ -34,7 +38,8 @@ struct Format<e5m2> {
 
 constexpr float ROOM = 2.0f;           // the largest number is so many times what the largest magnitude becomes
 constexpr float SMALLEST = 0x1p-100f;  // so that zeros have a scale, and each scale a reciprocal
-constexpr int SIZE = 8, SCALE_BLOCK = 512, CAST_BLOCK = 256;
+constexpr int SIZE = 8, SCALE_BLOCK = 512, CAST_BLOCK = 256, GROUP = 4;
+enum { NUMBERS, GELU, GELU_BACKWARD };
 
 template <typename T>
 float scale_of(int bits) {
@@ -94,12 +99,36 @@ unsigned four(F of) {
     return pair(0) | pair(2) << 16;
 }
 
-// grid: (tiles of columns, of rows). out, transposed and most may each be null.
-template <typename T>
+// Added up over a block's rows, of which a thread has those of a group: all threads must call it.
+template <int WARPS, int VECTORS>
+void sum_rows(float* to, const Packed<bf16, SIZE> (&x)[GROUP], int columns_left) {
+    __shared__ float of_warp[WARPS][VECTORS * SIZE];
+    const int vector = threadIdx.x % VECTORS;
+#pragma unroll
+    for (int j = 0; j < SIZE; j++) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) sum += x[i](j);
+#pragma unroll
+        for (int offset = VECTORS; offset < WARP; offset *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
+        if (threadIdx.x % WARP < VECTORS) of_warp[threadIdx.x / WARP][vector * SIZE + j] = sum;
+    }
+    __syncthreads();  // the warps' sums, written above, are read below by others
+    if (threadIdx.x >= VECTORS * SIZE || threadIdx.x >= columns_left) return;
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) total += of_warp[warp][threadIdx.x];
+    to[threadIdx.x] = total;
+}
+
+// grid: (tiles of columns, of rows). out, transposed, most and partial may each be null. OF: what is cast, NUMBERS, those of inp;
+// their GELU; or inp times GELU's derivative at up.
+template <typename T, int OF>
 __global__ void __launch_bounds__(CAST_BLOCK)
-    fp8_cast(T* out, T* transposed, const float* scale, int* most, const bf16* inp, int rows, int columns, int pitch) {
+    fp8_cast(T* out, T* transposed, const float* scale, int* most, float* partial, const bf16* inp, const bf16* up, int rows, int columns,
+             int pitch) {
     // A thread casts GROUP rows of a vector; of its tile each column's bytes lie in CHUNKS of 16. Not tuned.
-    constexpr int COLUMNS = 64, GROUP = 4, ROWS = CAST_BLOCK / (COLUMNS / SIZE) * GROUP, CHUNK = 16, CHUNKS = ROWS / CHUNK;
+    constexpr int COLUMNS = 64, ROWS = CAST_BLOCK / (COLUMNS / SIZE) * GROUP, CHUNK = 16, CHUNKS = ROWS / CHUNK;
     constexpr int WORDS = CHUNK / sizeof(unsigned);
     __shared__ uint4 tile[COLUMNS][CHUNKS];
     const float inverse = 1.0f / *scale;
@@ -112,6 +141,22 @@ __global__ void __launch_bounds__(CAST_BLOCK)
     for (int i = 0; i < GROUP; i++) {
         x[i].clear();
         if (i < inside) x[i].load(inp + place + (long long)i * columns);
+    }
+    if constexpr (OF == GELU) {
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) x[i].set([&](int j) { return x[i](j) * sigmoid_of_cubic(x[i](j)); });
+    } else if constexpr (OF == GELU_BACKWARD) {
+        Packed<bf16, SIZE> at[GROUP];
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+            at[i].clear();
+            if (i < inside) at[i].load(up + place + (long long)i * columns);
+        }
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) x[i].set([&](int j) { return x[i](j) * gelu_slope(at[i](j)); });
+        if (partial != nullptr)
+            sum_rows<CAST_BLOCK / WARP, COLUMNS / SIZE>(partial + (long long)blockIdx.y * columns + blockIdx.x * COLUMNS, x,
+                                                        columns - blockIdx.x * COLUMNS);
     }
     unsigned word[GROUP][2], largest = 0;  // of each row; of all
 #pragma unroll

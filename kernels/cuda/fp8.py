@@ -1,15 +1,16 @@
 """Launchers of fp8.cu; the contracts are those of kernels.cpu.fp8."""
 
 from kernels.cuda.device import Device
-from kernels.cuda.launch import E4M3, E5M2, Array, Kernel
+from kernels.cuda.launch import E4M3, E5M2, Array, Kernel, Template
 
 MULTIPLE = 16  # of columns, and of a transposed row: what the kernels load and store at once, and products of FP8 need
 _SCALE = Kernel("fp8.cu", "fp8_scale", ((E4M3,), (E5M2,)))
 _RESCALE = Kernel("fp8.cu", "fp8_rescale", ((),))
-_CAST = Kernel("fp8.cu", "fp8_cast", ((E4M3,), (E5M2,)))
+_NUMBERS, _GELU, _GELU_BACKWARD = range(3)
+_CAST = Kernel("fp8.cu", "fp8_cast", ((E4M3, _NUMBERS), (E5M2, _NUMBERS), (E4M3, _GELU), (E5M2, _GELU_BACKWARD)))
 # The kernels' threads, SIZE, UNDER_WAY, and tile.
 _SCALE_BLOCK, _SIZE, _UNDER_WAY = 512, 8, 4
-_CAST_BLOCK, _ROWS, _COLUMNS = 256, 128, 64
+_CAST_BLOCK, ROWS, _COLUMNS = 256, 128, 64
 _RESCALE_BLOCK = 128
 _BLOCKS_A_PROCESSOR = 4  # of _SCALE: as many threads as it holds
 
@@ -22,18 +23,38 @@ def fp8(
     Cost: reads inp once, twice where it measures; writes one byte an element and result.
     """
     dtype = next(array.dtype for array in (out, transposed) if array is not None)
-    (rows, columns), pitch = inp.shape, 0 if transposed is None else transposed.shape[1]
-    assert columns % MULTIPLE == pitch % MULTIPLE == 0, f"fp8: {columns} columns, {pitch} transposed"
     if measure:
-        vectors = rows * columns // _SIZE
+        vectors = inp.size // _SIZE
         blocks = min(-(-vectors // (_SCALE_BLOCK * _UNDER_WAY)), _BLOCKS_A_PROCESSOR * device.processors)
         device.launch(
             _SCALE, (dtype,), blocks, _SCALE_BLOCK, scale=scale, inp=inp, finished=device.finished[:2], vectors=vectors
         )
-    grid = -(-columns // _COLUMNS), -(-max(rows, pitch) // _ROWS)
+    _cast(device, (dtype, _NUMBERS), out, transposed, scale, most, inp)
+
+
+def fp8_gelu_forward(device: Device, out: Array, transposed: Array, scale: Array, most: Array, up: Array) -> None:
+    """fp8, not measured, of what gelu_forward makes of up, e4m3."""
+    _cast(device, (E4M3, _GELU), out, transposed, scale, most, up)
+
+
+def fp8_gelu_backward(
+    device: Device, out: Array, transposed: Array, scale: Array, most: Array, partial: Array, dout: Array, up: Array
+) -> None:
+    """fp8, unmeasured, of what gelu_backward makes of dout and up, e5m2, and its sums over ROWS rows each: partial (1, n, F)."""
+    _cast(device, (E5M2, _GELU_BACKWARD), out, transposed, scale, most, dout, partial, up)
+
+
+def _cast(
+    device: Device, template: Template, out: Array | None, transposed: Array | None, scale: Array, most: Array | None, inp: Array,
+    partial: Array | None = None, up: Array | None = None,
+) -> None:  # fmt: skip
+    (rows, columns), pitch = inp.shape, 0 if transposed is None else transposed.shape[1]
+    assert columns % MULTIPLE == pitch % MULTIPLE == 0, f"fp8: {columns} columns, {pitch} transposed"
+    grid = -(-columns // _COLUMNS), -(-max(rows, pitch) // ROWS)
     device.launch(
-        _CAST, (dtype,), grid, _CAST_BLOCK,
-        out=out, transposed=transposed, scale=scale, most=most, inp=inp, rows=rows, columns=columns, pitch=pitch,
+        _CAST, template, grid, _CAST_BLOCK,
+        out=out, transposed=transposed, scale=scale, most=most, partial=partial, inp=inp, up=up,
+        rows=rows, columns=columns, pitch=pitch,
     )  # fmt: skip
 
 

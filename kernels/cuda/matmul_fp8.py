@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.cuda import cublaslt
+from kernels.cuda.bias import bias_backward
+from kernels.cuda.columns import add_rows
 from kernels.cuda.device import Device
-from kernels.cuda.fp8 import MULTIPLE, fp8
-from kernels.cuda.launch import E4M3, E5M2, Array
+from kernels.cuda.fp8 import MULTIPLE, ROWS, fp8, fp8_gelu_backward, fp8_gelu_forward
+from kernels.cuda.gelu import gelu_backward, gelu_forward
+from kernels.cuda.launch import E4M3, E5M2, FLOAT, Array
 
 # Whether tensor cores keep the running sum themselves, in fewer bits than fp32: faster alone, hardly so under load, and
 # gradients have the longer sums.
@@ -63,22 +66,72 @@ def fp8_forward(device: Device, out: Any, inp: Any, weight: Fp8Weight, bias: Any
 
 def fp8_backward(device: Device, dinp: Any, dweight: Any, dout: Any, weight: Fp8Weight, add_dweight: bool) -> None:
     """matmul_backward of the factors' casts; the input is that of the last fp8_forward with this weight."""
-    saved = _saved(weight, len(dout))
-    _, cast, turned = device.workspace(_RESERVED, (dout.shape, E5M2), ((dout.shape[1], saved.shape[1]), E5M2))
+    cast, turned, _ = _of_gradient(device, dout, weight)
     fp8(device, cast, turned, weight.dout_scale, weight.dout_most, dout, measure=device.measuring)
-    _multiply(device, dweight, turned, saved, (weight.dout_scale, weight.inp_scale), add_dweight, _FAST_BACKWARD)
-    _multiply(device, dinp, cast, weight.transposed, (weight.dout_scale, weight.scale), False, _FAST_BACKWARD)
+    _backward(device, dinp, dweight, cast, turned, weight, add_dweight)
+
+
+def fp8_mlp_forward(
+    device: Device, out: Any, act: Any, up: Any, inp: Any, weight: Fp8Weight, bias: Any, down: Fp8Weight
+) -> None:
+    """kernels.cpu.matmul_gelu.matmul_gelu_forward and the product behind it, out = act @ down^T, in which GELU is cast at once.
+
+    act is left unwritten, or not.
+    """
+    fp8_forward(device, up, inp, weight, bias)
+    _, cast = device.workspace(_RESERVED, (up.shape, E4M3))
+    saved = _saved(down, len(up))
+    if device.measuring:
+        gelu_forward(device, act, up)
+        fp8(device, cast, saved, down.inp_scale, down.inp_most, act, measure=True)
+    else:
+        fp8_gelu_forward(device, cast, saved, down.inp_scale, down.inp_most, up)
+    _multiply(device, out, cast, down.out, (down.inp_scale, down.scale), False, _FAST_FORWARD)
+
+
+def fp8_mlp_backward(
+    device: Device, dinp: Any, dup: Any, dweight: Any, dbias: Any, ddown: Any, dout: Any, up: Any, weight: Fp8Weight,
+    down: Fp8Weight, *, add_dweight: bool,
+) -> None:  # fmt: skip
+    """Back through fp8_mlp_forward. dbias or None is accumulated, dweight and ddown as matmul_backward's; dup is overwritten."""
+    fp8_backward(device, dup, ddown, dout, down, add_dweight)  # what is in dup now is act's gradient
+    if device.measuring:
+        gelu_backward(device, dup, dup, up)
+        if dbias is not None:
+            bias_backward(device, dbias, dup)
+        fp8_backward(device, dinp, dweight, dup, weight, add_dweight)
+        return
+    cast, turned, partial = _of_gradient(device, dup, weight)
+    fp8_gelu_backward(device, cast, turned, weight.dout_scale, weight.dout_most, partial, dup, up)
+    if dbias is not None:
+        add_rows(device, partial, dbias)
+    _backward(device, dinp, dweight, cast, turned, weight, add_dweight)
 
 
 def workspace_bytes(rows: int, outputs: int, inputs: int) -> int:
     """What these products need of the workspace."""
-    return cublaslt.WORKSPACE_BYTES + (rows + MULTIPLE) * max(2 * outputs, inputs) + 3 * 256
+    return cublaslt.WORKSPACE_BYTES + (rows + MULTIPLE) * max(2 * outputs, inputs) + 4 * outputs * (rows // ROWS + 1) + 4 * 256
 
 
 def _saved(weight: Fp8Weight, rows: int) -> Any:
     """The transposed cast of so many rows of input, in rows that are multiples of 16."""
     inputs, pitch = weight.inp.shape[1], -(-rows // MULTIPLE) * MULTIPLE
     return weight.saved[: inputs * pitch].view(E4M3).reshape(inputs, pitch)
+
+
+def _of_gradient(device: Device, dout: Any, weight: Fp8Weight) -> tuple[Any, Any, Any]:
+    """Workspace for a gradient's cast, that transposed, and sums over its tiles' rows."""
+    outputs, pitch = dout.shape[1], _saved(weight, len(dout)).shape[1]
+    parts = (dout.shape, E5M2), ((outputs, pitch), E5M2), ((1, -(-pitch // ROWS), outputs), FLOAT)
+    _, cast, turned, partial = device.workspace(_RESERVED, *parts)
+    return cast, turned, partial
+
+
+def _backward(device: Device, dinp: Any, dweight: Any, cast: Any, turned: Any, weight: Fp8Weight, add_dweight: bool) -> None:
+    """Both products of a gradient that is cast."""
+    saved = _saved(weight, len(cast))
+    _multiply(device, dweight, turned, saved, (weight.dout_scale, weight.inp_scale), add_dweight, _FAST_BACKWARD)
+    _multiply(device, dinp, cast, weight.transposed, (weight.dout_scale, weight.scale), False, _FAST_BACKWARD)
 
 
 def _multiply(

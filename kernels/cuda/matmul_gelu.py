@@ -1,7 +1,7 @@
 """A linear layer and the GELU beside it; the mathematics and the contracts are those of kernels.cpu.matmul_gelu.
 
 In bf16 GELU is computed where the product's sums are at hand, which spares a pass over (rows, F) each way: on Hopper by our own
-kernel, whatever `device.matmul` says, which also sums dup for the bias; elsewhere by cuBLASLt. FP8's products are apart from it.
+kernel, whatever `device.matmul` says, which also sums dup for the bias; elsewhere by cuBLASLt.
 """
 
 from typing import Any
@@ -13,7 +13,6 @@ from kernels.cuda.device import Device
 from kernels.cuda.gelu import gelu_backward, gelu_forward
 from kernels.cuda.launch import BF16, FLOAT, Kernel
 from kernels.cuda.matmul import matmul_backward, matmul_forward, weight_gradient
-from kernels.cuda.matmul_fp8 import Fp8Weight
 from kernels.cuda.vectors import vector_size
 
 _SIZE = 8  # elements that the library's rows are multiples of here
@@ -30,10 +29,10 @@ def matmul_gelu_forward(device: Device, act: Any, up: Any, inp: Any, weight: Any
 
     In bf16 both results are made of the fp32 sum: act is GELU's of up before it was rounded.
     """
-    apart = len(inp) <= linear_rows.MOST_ROWS or isinstance(weight, Fp8Weight)
-    if not apart and _by_hopper(device, up, inp):
+    few = len(inp) <= linear_rows.MOST_ROWS
+    if not few and _by_hopper(device, up, inp):
         _launch(device, False, up, act, inp, weight, bias, None)
-    elif not apart and _gelu_in_product(device, act, up, bias):
+    elif not few and _gelu_in_product(device, act, up, bias):
         epilogue = "gelu" if bias is None else "bias gelu"
         cublaslt.multiply(device, act, inp, weight, False, True, False, device.precision, epilogue, bias, up)
     else:
@@ -49,15 +48,14 @@ def matmul_gelu_backward(
 
     Workspace: on Hopper a row of fp32 for each 32 rows.
     """
-    apart = isinstance(weight, Fp8Weight)
-    if not apart and _by_hopper(device, up, dout):
+    if _by_hopper(device, up, dout):
         weight_gradient(device, dweight, dout, act, add_dweight)
         (partial,) = device.workspace(((1, _WARPS * -(-len(up) // _ROWS), up.shape[1]), FLOAT))
         _launch(device, True, up, dup, dout, weight, None, partial)
         if dbias is not None:
             add_rows(device, partial, dbias)
         return
-    if not apart and _gelu_in_product(device, dup, up, None):
+    if _gelu_in_product(device, dup, up, None):
         weight_gradient(device, dweight, dout, act, add_dweight)
         cublaslt.multiply(device, dup, dout, weight, False, False, False, device.precision, "gelu backward", None, up)
     else:

@@ -228,6 +228,11 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
         inp, scale, transposed = array((rows, 48), BF16), f(), array((48, -(-rows // 16) * 16), dtype)
         yield "fp8", (array(inp.shape, dtype), None, scale, None, inp), {"measure": True}
         yield "fp8", (None, transposed, scale, array((), np.int32), inp), {"measure": False}
+        given = array(inp.shape, dtype), transposed, scale, array((), np.int32)
+        if dtype == E4M3:
+            yield "fp8_gelu_forward", (*given, inp), {}
+        else:
+            yield "fp8_gelu_backward", (*given, f(1, -(-rows // 128), 48), inp, inp), {}
     yield "fp8_rescale", (f(4, 3), array((4, 2), np.int32)), {}
     yield "ban", (logits, targets), {}
     for temperature in (0.0, 1.0):
@@ -243,7 +248,8 @@ def calls(storage: np.dtype[Any], sizes: Sizes) -> Calls:
 
 def module_of(name: str) -> Any:
     """The launchers' module of an operation's function."""
-    operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward").removesuffix("_rescale")
+    operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
+    operation = "fp8" if operation.startswith("fp8") else operation
     return import_module(f"kernels.cuda.{'sampling' if name == 'ban' else operation}")
 
 
@@ -293,7 +299,8 @@ def test_only_tensor_maps_pass_as_such() -> None:
 def test_every_operation_is_called() -> None:
     operations = {name for name, value in vars(CpuOps).items() if isinstance(value, staticmethod)}
     called = {name for name, _, _ in calls(FLOAT, SIZES[0])}
-    assert called == operations | {"decode_step", "rounding", "fp8", "fp8_rescale"}  # which the GPU alone has
+    of_gpu = {"decode_step", "rounding", "fp8", "fp8_rescale", "fp8_gelu_forward", "fp8_gelu_backward"}
+    assert called == operations | of_gpu
 
 
 # An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.
@@ -324,8 +331,9 @@ def test_launchers_repeat_the_kernels_constants() -> None:
     block, columns = (int(re.search(rf"\b{name} = (\d+)", text8)[1]) for name in ("CAST_BLOCK", "COLUMNS"))  # type: ignore[index]
     for name in ("SIZE", "SCALE_BLOCK", "CAST_BLOCK", "UNDER_WAY", "COLUMNS"):
         assert re.search(rf"\b{name} = {getattr(fp8, f'_{name}')}[,;]", text8), name
-    assert "GROUP = 4, ROWS = CAST_BLOCK / (COLUMNS / SIZE) * GROUP," in text8
-    assert block // (columns // fp8._SIZE) * 4 == fp8._ROWS
+    assert "GROUP = 4;" in text8
+    assert "ROWS = CAST_BLOCK / (COLUMNS / SIZE) * GROUP," in text8
+    assert block // (columns // fp8._SIZE) * 4 == fp8.ROWS
     adamw = (FOLDER / "adamw.cu").read_text(encoding="utf-8")
     assert f"constexpr unsigned DECAYS = {DECAYS}, CLEARED = {CLEARED};" in adamw
     assert constant("LARGEST_HEAD_DIM") == str(decode_attention.LARGEST_HEAD_DIM)
