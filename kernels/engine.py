@@ -166,9 +166,10 @@ class Engine(Decoding):
             self._input("nll_weight", weight * np.asarray(head_scale, np.float64)[:, None]),
         )
         first, self._first = self._first, False
+        measuring = bool(self._narrow) and self._step == 0
         if self._narrow:
-            self.ops.measuring = self._step == 0
-        key = "micro_step", tokens.shape, first, bool(self._narrow) and self._step == 0
+            self.ops.measure(measuring)
+        key = "micro_step", tokens.shape, first, measuring
         self.ops.replay(key, lambda: self._forward_backward(tokens, start, *inputs, first))
 
     def _forward_backward(

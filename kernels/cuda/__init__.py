@@ -100,6 +100,10 @@ class CudaOps(Device):
         self.matmul, self.attention, self.deterministic = numerics.matmul, numerics.attention, numerics.deterministic
         self.storage = BF16 if self.precision == "bf16" else FLOAT
 
+    def measure(self, measuring: bool) -> None:
+        """Whether casts to FP8 take the scales of now from here on, as those of an update before are not known."""
+        self.measuring = measuring
+
     def fused_rows(self, config: ModelConfig) -> int:
         """Rows up to which decode_step takes the place of a pass by the other operations."""
         return fused_rows(self, self.storage, config)

@@ -83,8 +83,8 @@ class Product(NamedTuple):
     def __str__(self) -> str:
         operation = f"{'T' if self.transpose_a else 'N'}{'T' if self.transpose_b else 'N'}{'+' if self.accumulate else ''}"
         types = f"{','.join(dict.fromkeys(_NAMES[one] for one in self.inputs))}-{_NAMES[self.output]}"
-        how = f"{types} {self.precision}{self.epilogue and ' '}{self.epilogue}"
-        return f"{self.m}x{self.n}x{self.k} {operation} {how} {','.join(map(str, self.alignments))}"
+        how = f"{self.precision}{self.epilogue and ' '}{self.epilogue} {','.join(map(str, self.alignments))}"
+        return f"{self.m}x{self.n}x{self.k} {operation} {types} {how}"
 
 
 def multiply(
@@ -157,7 +157,7 @@ class Plan:
         self._one, self._beta = c_float(1), c_float(int(p.accumulate))
         self.candidates = self._offered()
         if not self.candidates:
-            raise ValueError(f"cuBLASLt has no algorithm for {product}; set numerics.matmul to own")
+            raise ValueError(f"cuBLASLt has no algorithm for {product}; set numerics.matmul to own, or numerics.precision to bf16")
         self.chosen = 0
 
     def _set(self, attribute: int, value: Any) -> None:

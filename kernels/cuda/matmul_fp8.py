@@ -45,6 +45,11 @@ class Fp8Weight(NamedTuple):
     inp_most: Array
     dout_most: Array
 
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return int(self.inp.size)
+
 
 def fp8_weight(device: Device, *arrays: Array, scales: Array, most: Array) -> Fp8Weight:
     """The handle of a weight over its first four arrays, three scales and two magnitudes; cast_weight fills it."""
