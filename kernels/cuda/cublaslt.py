@@ -157,7 +157,7 @@ class Plan:
         self._one, self._beta = c_float(1), c_float(int(p.accumulate))
         self.candidates = self._offered()
         if not self.candidates:
-            raise ValueError(f"cuBLASLt has no algorithm for {product}; set numerics.matmul to own, or numerics.precision to bf16")
+            raise ValueError(f"cuBLASLt has no algorithm for {p}; set numerics.matmul to own, or numerics.precision to bf16")
         self.chosen = 0
 
     def _set(self, attribute: int, value: Any) -> None:
