@@ -10,7 +10,7 @@
 #include "copies.cuh"
 #include "mma.cuh"
 
-constexpr int WARPS = 16, THREADS = WARPS * WARP;
+constexpr int WARPS = 12, THREADS = WARPS * WARP;
 constexpr int TILE = 8, PAIRS = TILE / 2, STEP = 32;
 constexpr int VECTOR = 8;  // elements that a lane has of a step: 16 bytes
 
@@ -54,6 +54,13 @@ struct Product {
     }
 };
 
+// The head's steps come in groups; a place is what holds one of each warp.
+template <typename M>
+struct HeadSteps {
+    static constexpr int STEPS = parts(M::DIM, STEP), GROUP = STEPS % 4 == 0 ? 4 : STEPS % 2 == 0 ? 2 : 1, GROUPS = STEPS / GROUP;
+    static constexpr int PLACE = WARPS * GROUP * WARP * 16;
+};
+
 // Shared memory, in bytes. The n-th product's weights wait in region n % REGIONS: of the next REGIONS - 1 products they come while
 // one is computed.
 template <typename M, int ROWS, int REGIONS>
@@ -70,7 +77,7 @@ struct Memory {
     }
     static constexpr int ITEMS = larger(larger(Product<M, QKV>::ITEMS, Product<M, PROJ>::ITEMS),
                                         larger(Product<M, UP>::ITEMS, Product<M, DOWN>::ITEMS));
-    static constexpr int WEIGHTS = begin(REGIONS - 1) + region(REGIONS - 1), SUMS = ITEMS * ROWS * TILE * 4;
+    static constexpr int WEIGHTS = larger(begin(REGIONS - 1) + region(REGIONS - 1), HeadSteps<M>::PLACE), SUMS = ITEMS * ROWS * TILE * 4;
 };
 
 // A row of a product's inputs in shared memory: 64 bytes further than the one before, modulo 128, as no two of 8 lanes then share a bank.
@@ -153,9 +160,7 @@ struct Result {
 // a row of groups of steps that pass through RING places of shared memory.
 template <typename M, int ROWS, int BYTES>
 struct Head {
-    static constexpr int STEPS = parts(M::DIM, STEP), GROUP = STEPS % 4 == 0 ? 4 : STEPS % 2 == 0 ? 2 : 1, GROUPS = STEPS / GROUP;
-    static constexpr int RING = smaller(8, BYTES / (WARPS * GROUP * WARP * 16));
-    static_assert(RING >= 1);
+    static constexpr int GROUP = HeadSteps<M>::GROUP, GROUPS = HeadSteps<M>::GROUPS, RING = smaller(8, BYTES / HeadSteps<M>::PLACE);
     const bf16* weight;
     unsigned long long policy;
     uint4* ring;  // [RING][GROUP][WARP], this warp's

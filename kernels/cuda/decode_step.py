@@ -12,7 +12,7 @@ from kernels.cuda.vectors import VECTOR_BYTES
 
 MOST_ROWS = 4
 # The kernel's constants of these names.
-_WARP, _WARPS, _TILE, _STEP, _SHARES, _THREADS = 32, 16, 8, 32, 4, 512
+_WARP, _WARPS, _TILE, _STEP, _SHARES, _THREADS = 32, 12, 8, 32, 4, 384
 _REGIONS = (4, 2, 1)  # the first for which there is shared memory: the more, the further ahead weights are fetched
 _STATIC_BYTES = 4096  # of shared memory, at most: the statistics of norms, and what is given
 
@@ -115,6 +115,8 @@ def _shared_bytes(c: ModelConfig, rows: int, regions: int, blocks: int) -> int:
     """The regions of weights, the items' sums, and the input rows or what attention works with."""
     products = _products(c, blocks)
     weights = sum(max(size for _, _, size in products[region::regions]) for region in range(regions))
+    steps = -(-c.dim // _STEP)
+    weights = max(weights, _WARPS * next(group for group in (4, 2, 1) if steps % group == 0) * _WARP * VECTOR_BYTES)
     stride = -(-max(c.dim, c.ffn) // 64) * 64 + 32
     shares = (1 + 2 * rows) * c.head_dim * 2 + _WARPS * (c.head_dim + 2) * 4
     return weights + max(items for _, items, _ in products) * rows * _TILE * 4 + max(rows * stride * 2, shares)
