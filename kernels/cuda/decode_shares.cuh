@@ -90,7 +90,7 @@ template <typename M, int ROWS>
 void make_shares(const Attention<M, ROWS>& a, unsigned char* scratch) {
     constexpr int D = M::HEAD_DIM, STRIDE = M::KV_HEADS * D;
     using Row = Features<D>;
-    constexpr int AHEAD = Row::PARTS == 1 ? 4 : 2;  // as registers allow
+    constexpr int AHEAD = Row::PARTS == 1 ? 2 : 1;  // 4 keys at once took longer
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, team = threadIdx.x / LANES;
     const float scale = 1.0f / sqrtf((float)D);
     bf16* const handed = reinterpret_cast<bf16*>(scratch);

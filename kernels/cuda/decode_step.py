@@ -80,11 +80,12 @@ def fused_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int
     """Most rows that decode_step takes of such a model.
 
     0 where the precision is another than bf16, a width is no multiple of 8, or a multiprocessor's shared memory does not hold its part
-    of a product's weights.
+    of the largest product's weights beside a row.
     """
-    c = config
-    even = all(width % _TILE == 0 for width in (c.dim, c.ffn, c.head_dim))
-    return MOST_ROWS if dtype == BF16 and even and _template(c, MOST_ROWS, device.processors, device.shared_bytes) else 0
+    if dtype != BF16 or any(width % _TILE for width in (config.dim, config.ffn, config.head_dim)):
+        return 0
+    allowed = range(MOST_ROWS, 0, -1)
+    return next((rows for rows in allowed if _template(config, rows, device.processors, device.shared_bytes)), 0)
 
 
 def _template(c: ModelConfig, rows: int, blocks: int, shared_bytes: int) -> Template | None:

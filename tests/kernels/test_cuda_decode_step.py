@@ -29,12 +29,14 @@ def model(layers: int, heads: int, kv_heads: int, dim: int, ffn: int, context: i
     return ModelConfig(vocab_size=300, layers=layers, heads=heads, kv_heads=kv_heads, dim=dim, ffn=ffn, context=context, **parts)
 
 
-# Fewer tiles than there are blocks and more, inputs and items that end within a step, keys for one share and for all, shared keys.
+# Fewer tiles than there are blocks and more, inputs and items that end within a step, weights in four regions, in two and in one (of
+# a GPU with 227 KiB), keys for one share and for all, shared keys.
 MODELS = {
     "gpt2": model(3, 4, 4, 256, 512, 300, **GPT2),
     "euler": model(3, 8, 2, 512, 344, 300),
     "gpt2 wide": model(2, 12, 12, 768, 3072, 1024, **GPT2),
-    "euler wide": model(2, 12, 4, 1536, 4096, 700),
+    "euler wide": model(2, 12, 4, 1536, 2048, 700),
+    "euler widest": model(1, 12, 4, 1536, 3584, 300),
     "gpt2 uneven": model(2, 3, 3, 120, 56, 70, **GPT2),
     "euler uneven": model(2, 6, 3, 336, 104, 70),
     "mixed": model(1, 2, 1, 256, 64, 130, norm="layernorm", bias=True),
