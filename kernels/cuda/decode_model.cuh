@@ -8,7 +8,7 @@
 #pragma once
 
 #include "copies.cuh"
-#include "mma.cuh"
+#include "hopper.cuh"
 
 constexpr int WARPS = 12, THREADS = WARPS * WARP;
 constexpr int TILE = 8, PAIRS = TILE / 2, STEP = 32;
@@ -28,6 +28,11 @@ struct Model {
     static constexpr bool ROPE = ROPE_, GATED = GATED_;
 };
 
+// A row of inputs, or of weights, in shared memory: 64 bytes further than the one before, modulo 128, as no two of 8 lanes then share
+// a bank.
+template <int INPUTS>
+constexpr int ROW_STRIDE = parts(INPUTS, 64) * 64 + 32;
+
 // Outputs come in pairs, DISTANCE apart: neighbours, or what SwiGLU or RoPE puts together. A tile is PAIRS neighbouring pairs.
 template <typename M, int WHICH>
 struct Product {
@@ -36,7 +41,7 @@ struct Product {
     static constexpr int DISTANCE = WHICH == QKV && M::ROPE ? M::HEAD_DIM / 2 : WHICH == UP && M::GATED ? M::FFN : 1;
     static constexpr int TILES = OUTPUTS / TILE, MOST = parts(TILES, M::BLOCKS);  // MOST: of a block
     static constexpr int STEPS = parts(INPUTS, STEP), OF_ITEM = parts(STEPS, larger(1, smaller(WARPS / MOST, STEPS)));
-    static constexpr int SPLITS = parts(STEPS, OF_ITEM), ITEMS = MOST * SPLITS, BYTES = ITEMS * OF_ITEM * WARP * 16;
+    static constexpr int SPLITS = parts(STEPS, OF_ITEM), ITEMS = MOST * SPLITS, BYTES = MOST * TILE * ROW_STRIDE<INPUTS> * 2;
     static constexpr bool EVEN = INPUTS % STEP == 0 && STEPS % SPLITS == 0;  // all items have the same work
     static_assert(OUTPUTS % (2 * DISTANCE) == 0 && OUTPUTS % TILE == 0 && INPUTS % VECTOR == 0);
 
@@ -80,28 +85,40 @@ struct Memory {
     static constexpr int WEIGHTS = larger(begin(REGIONS - 1) + region(REGIONS - 1), HeadSteps<M>::PLACE), SUMS = ITEMS * ROWS * TILE * 4;
 };
 
-// A row of a product's inputs in shared memory: 64 bytes further than the one before, modulo 128, as no two of 8 lanes then share a bank.
-template <int INPUTS>
-constexpr int ROW_STRIDE = parts(INPUTS, 64) * 64 + 32;
 template <typename M, int ROWS>
 constexpr int ROWS_BYTES = ROWS * ROW_STRIDE<larger(M::DIM, M::FFN)> * 2;
 
-// Start to copy the block's weights of a product. Each lane copies what it will itself read, so that no thread need wait for another.
+// Start to copy the block's rows of weights of a product, all threads: on Hopper the copy engine takes a row at a time, at the request
+// of the last warp, so that the others' loads need not queue behind the rows; and `barrier` counts what has come.
 template <typename P>
-void fetch_weights(unsigned char* region, const bf16* weight, unsigned long long policy) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, tiles = P::tiles();
-#pragma unroll
-    for (int first = 0; first < P::ITEMS; first += WARPS) {
-        const int item = first + warp, i = item / P::SPLITS, step = item % P::SPLITS * P::OF_ITEM;
-        if (i >= tiles) break;
-        const int at = step * STEP + lane % PAIRS * VECTOR;
-        const bf16* const from = weight + (long long)P::output(i, lane / PAIRS) * P::INPUTS + at;
-        const unsigned to = shared_address(region) + (item * P::OF_ITEM * WARP + lane) * 16;
-#pragma unroll
-        for (int s = 0; s < P::OF_ITEM; s++)
-            copy_async_once(to + s * WARP * 16, from + s * STEP, P::EVEN || at + s * STEP < P::INPUTS, policy);
-    }
+void fetch_weights(unsigned char* region, const bf16* weight, unsigned barrier, unsigned long long policy) {
+    constexpr int STRIDE = ROW_STRIDE<P::INPUTS> * 2, OF_ROW = P::INPUTS / VECTOR;
+    const int rows = P::tiles() * TILE;
+    const auto row = [&](int r) { return weight + (long long)P::output(r / TILE, r % TILE) * P::INPUTS; };
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x / WARP < WARPS - 1) return;
+    const int lane = threadIdx.x % WARP;
+    if (lane == 0) arrive_expecting(barrier, rows * P::INPUTS * 2);
+    __syncwarp();  // what comes is expected before it does
+    for (int r = lane; r < rows; r += WARP) load_bytes_once(shared_address(region) + r * STRIDE, row(r), P::INPUTS * 2, barrier, policy);
+#else
+    for (int i = threadIdx.x; i < rows * OF_ROW; i += THREADS)
+        copy_async_once(shared_address(region) + i / OF_ROW * STRIDE + i % OF_ROW * 16, row(i / OF_ROW) + i % OF_ROW * VECTOR, true, policy);
+    commit_copies();
+#endif
 }
+
+// Until all that was fetched has come but, where copies are counted by groups, the last PENDING times. __syncthreads must follow.
+template <int PENDING>
+void await_weights(unsigned barrier, int parity) {
+#if __CUDA_ARCH__ >= 900
+    wait(barrier, parity);
+#else
+    wait_copies<PENDING>();
+#endif
+}
+
+inline uint4 vector_at(const bf16* address) { return *reinterpret_cast<const uint4*>(address); }
 
 // c += x w of one step, in two sums that do not wait for each other. x: the lane's row of the block's inputs, if it has one.
 inline void multiply_step(float (&c)[2][4], const uint4& w, const uint4& x) {
@@ -118,14 +135,14 @@ void multiply(float* sums, const unsigned char* region, const bf16* rows) {
     for (int first = 0; first < P::ITEMS; first += WARPS) {
         const int item = first + warp, step = item % P::SPLITS * P::OF_ITEM, at = step * STEP + lane % PAIRS * VECTOR;
         if (item / P::SPLITS >= tiles) break;
-        const uint4* const w = reinterpret_cast<const uint4*>(region) + item * P::OF_ITEM * WARP + lane;
+        const bf16* const w = reinterpret_cast<const bf16*>(region) + (item / P::SPLITS * TILE + row) * ROW_STRIDE<P::INPUTS> + at;
         const bf16* const x = rows + row * ROW_STRIDE<P::INPUTS> + at;
+        const uint4 zeros = make_uint4(0, 0, 0, 0);
         float c[2][4] = {};
-#pragma unroll
+#pragma unroll 4  // more would take too many registers of wide models
         for (int s = 0; s < P::OF_ITEM; s++) {
-            uint4 some = make_uint4(0, 0, 0, 0);
-            if (row < ROWS && (P::EVEN || at + s * STEP < P::INPUTS)) some = *reinterpret_cast<const uint4*>(x + s * STEP);
-            multiply_step(c, w[s * WARP], some);
+            const bool within = P::EVEN || at + s * STEP < P::INPUTS;
+            multiply_step(c, within ? vector_at(w + s * STEP) : zeros, within && row < ROWS ? vector_at(x + s * STEP) : zeros);
         }
         if (row < ROWS)
             *reinterpret_cast<float2*>(sums + (item * ROWS + row) * TILE + lane % PAIRS * 2) =
@@ -186,6 +203,7 @@ struct Head {
     void multiply(bf16* logits, int vocab, const bf16* rows) {
         const int lane = threadIdx.x % WARP, row = lane / PAIRS, column = lane % PAIRS;
         const bf16* const x = rows + row * ROW_STRIDE<M::DIM> + column * VECTOR;
+        const uint4 zeros = make_uint4(0, 0, 0, 0);
         int place = 0;
         for (int t = blockIdx.x + threadIdx.x / WARP * M::BLOCKS; t < tiles; t += WARPS * M::BLOCKS) {
             float c[2][4] = {};
@@ -195,9 +213,8 @@ struct Head {
 #pragma unroll
                 for (int s = 0; s < GROUP; s++) {
                     const int at = (g * GROUP + s) * STEP;
-                    uint4 some = make_uint4(0, 0, 0, 0);
-                    if (row < ROWS && (M::DIM % STEP == 0 || at + column * VECTOR < M::DIM)) some = *reinterpret_cast<const uint4*>(x + at);
-                    multiply_step(c, ring[(place * GROUP + s) * WARP + lane], some);
+                    const bool within = row < ROWS && (M::DIM % STEP == 0 || at + column * VECTOR < M::DIM);
+                    multiply_step(c, ring[(place * GROUP + s) * WARP + lane], within ? vector_at(x + at) : zeros);
                 }
                 fetch(place);
                 if (++place == RING) place = 0;

@@ -44,14 +44,15 @@ struct Products {
     unsigned char* const weights;  // shared memory, as are
     bf16* const rows;
     float* const sums;
+    const Barriers arrived;  // of each region
     const unsigned long long policy;
 
     template <int WHICH>
     void fetch(int n) const {
         const bf16* const weight = model.weight[WHICH] + n / PRODUCTS * model.stride;
         unsigned char* const region = weights + Memory<M, ROWS, REGIONS>::begin(WHICH);
-        if (n < model.layers * PRODUCTS) fetch_weights<Product<M, WHICH>>(region, weight, policy);
-        commit_copies();
+        if (n < model.layers * PRODUCTS) fetch_weights<Product<M, WHICH>>(region, weight, arrived[n % REGIONS], policy);
+        else commit_copies();  // an empty group, so that a wait means the same all along
     }
     // rows, once make() has made them, times the weights of the n-th product: finish(result, a, b) gets a thread's pair of outputs. The
     // warp comes together, threads without a pair among it.
@@ -67,7 +68,7 @@ struct Products {
         }
         // A block without a part in the product must not wait for its rows: nobody waits for it, so they may be gone.
         if (P::tiles() > 0) make();
-        wait_copies<REGIONS - 1>();
+        await_weights<REGIONS - 1>(arrived[n % REGIONS], n / REGIONS % 2);
         __syncthreads();  // the rows, written above, are read by all warps
         multiply<P, ROWS>(sums, weights + Memory<M, ROWS, REGIONS>::begin(WHICH), rows);
         __syncthreads();  // the items' sums, written above, are added up below; and the rows are read no more
@@ -110,13 +111,17 @@ __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ Norm<M, ROWS> normalise;
     __shared__ int given[GIVEN];
+    __shared__ unsigned long long barriers[REGIONS];
     unsigned char* const scratch = memory + Of::WEIGHTS;  // the rows, or what makes shares
     static_assert(BYTES == Of::WEIGHTS + Of::SUMS + larger(ROWS_BYTES<M, ROWS>, SHARES_BYTES<M, ROWS>));
     const Layers model = {norm1_weight, norm1_bias, norm2_weight, norm2_bias, {qkv_weight, proj_weight, up_weight, down_weight},
                           {qkv_bias, proj_bias, up_bias, down_bias}, stride, layers};
     bf16* const rows = reinterpret_cast<bf16*>(scratch);
     float* const sums = reinterpret_cast<float*>(memory + BYTES - Of::SUMS);
-    const Products<M, ROWS, REGIONS> products = {model, memory, rows, sums, evict_first()};
+    const Products<M, ROWS, REGIONS> products = {model, memory, rows, sums, Barriers(shared_address(barriers)), evict_first()};
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) products.arrived.init(REGIONS, 1), fence_barrier_init();
+#endif
 
     // May lie in the host's memory, 2 us away and further the more blocks ask: one does.
     int asked = 0;

@@ -101,15 +101,19 @@ def _template(c: ModelConfig, rows: int, blocks: int, shared_bytes: int) -> Temp
 
 
 def _products(c: ModelConfig, blocks: int) -> list[tuple[int, int, int]]:
-    """Of each of a layer's products a block's most tiles and items, and the bytes of their weights, as the kernel has them."""
+    """Of each of a layer's products a block's most tiles and items, and the bytes of its weights, as the kernel has them."""
     width, up = (c.heads + 2 * c.kv_heads) * c.head_dim, c.ffn * (2 if c.mlp == "swiglu" else 1)
     found = []
     for outputs, inputs in ((width, c.dim), (c.dim, c.dim), (up, c.dim), (c.dim, c.ffn)):
         most, steps = -(-outputs // (_TILE * blocks)), -(-inputs // _STEP)
         of_item = -(-steps // max(1, min(_WARPS // most, steps)))
-        items = most * -(-steps // of_item)
-        found.append((most, items, items * of_item * _WARP * VECTOR_BYTES))
+        found.append((most, most * -(-steps // of_item), most * _TILE * _row_bytes(inputs)))
     return found
+
+
+def _row_bytes(inputs: int) -> int:
+    """Of a row of inputs or of weights in shared memory."""
+    return (-(-inputs // 64) * 64 + 32) * BF16.itemsize
 
 
 def _shared_bytes(c: ModelConfig, rows: int, regions: int, blocks: int) -> int:
@@ -118,9 +122,9 @@ def _shared_bytes(c: ModelConfig, rows: int, regions: int, blocks: int) -> int:
     weights = sum(max(size for _, _, size in products[region::regions]) for region in range(regions))
     steps = -(-c.dim // _STEP)
     weights = max(weights, _WARPS * next(group for group in (4, 2, 1) if steps % group == 0) * _WARP * VECTOR_BYTES)
-    stride = -(-max(c.dim, c.ffn) // 64) * 64 + 32
+    sums, inputs = max(items for _, items, _ in products) * rows * _TILE * 4, rows * _row_bytes(max(c.dim, c.ffn))
     shares = (1 + 2 * rows) * c.head_dim * 2 + _WARPS * (c.head_dim + 2) * 4
-    return weights + max(items for _, items, _ in products) * rows * _TILE * 4 + max(rows * stride * 2, shares)
+    return weights + sums + max(inputs, shares)
 
 
 def _words(c: ModelConfig) -> int:
