@@ -12,7 +12,7 @@
 
 constexpr int WARPS = 12, THREADS = WARPS * WARP;
 constexpr int TILE = 8, PAIRS = TILE / 2, STEP = 32;
-constexpr int VECTOR = 8;  // elements that a lane has of a step: 16 bytes
+constexpr int VECTOR = 8, COLUMNS = STEP / VECTOR;  // of a step a lane has 16 bytes of a row: lane / COLUMNS is mma.cuh's g, the rest t
 
 // The products of a layer.
 enum Which { QKV, PROJ, UP, DOWN, PRODUCTS };
@@ -102,8 +102,10 @@ void fetch_weights(unsigned char* region, const bf16* weight, unsigned barrier, 
     __syncwarp();  // what comes is expected before it does
     for (int r = lane; r < rows; r += WARP) load_bytes_once(shared_address(region) + r * STRIDE, row(r), P::INPUTS * 2, barrier, policy);
 #else
-    for (int i = threadIdx.x; i < rows * OF_ROW; i += THREADS)
-        copy_async_once(shared_address(region) + i / OF_ROW * STRIDE + i % OF_ROW * 16, row(i / OF_ROW) + i % OF_ROW * VECTOR, true, policy);
+    for (int i = threadIdx.x; i < rows * OF_ROW; i += THREADS) {
+        const int r = i / OF_ROW, vector = i % OF_ROW;
+        copy_async_once(shared_address(region) + r * STRIDE + vector * 16, row(r) + vector * VECTOR, true, policy);
+    }
     commit_copies();
 #endif
 }
@@ -130,10 +132,10 @@ inline void multiply_step(float (&c)[2][4], const uint4& w, const uint4& x) {
 // sums [ITEMS][ROWS][TILE] = the items' sums, of rows [ROWS][ROW_STRIDE]. The warps have waited for their weights.
 template <typename P, int ROWS>
 void multiply(float* sums, const unsigned char* region, const bf16* rows) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / PAIRS, tiles = P::tiles();
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / COLUMNS, tiles = P::tiles();
 #pragma unroll
     for (int first = 0; first < P::ITEMS; first += WARPS) {
-        const int item = first + warp, step = item % P::SPLITS * P::OF_ITEM, at = step * STEP + lane % PAIRS * VECTOR;
+        const int item = first + warp, step = item % P::SPLITS * P::OF_ITEM, at = step * STEP + lane % COLUMNS * VECTOR;
         if (item / P::SPLITS >= tiles) break;
         const bf16* const w = reinterpret_cast<const bf16*>(region) + (item / P::SPLITS * TILE + row) * ROW_STRIDE<P::INPUTS> + at;
         const bf16* const x = rows + row * ROW_STRIDE<P::INPUTS> + at;
@@ -145,7 +147,7 @@ void multiply(float* sums, const unsigned char* region, const bf16* rows) {
             multiply_step(c, within ? vector_at(w + s * STEP) : zeros, within && row < ROWS ? vector_at(x + s * STEP) : zeros);
         }
         if (row < ROWS)
-            *reinterpret_cast<float2*>(sums + (item * ROWS + row) * TILE + lane % PAIRS * 2) =
+            *reinterpret_cast<float2*>(sums + (item * ROWS + row) * TILE + lane % COLUMNS * 2) =
                 make_float2(c[0][0] + c[1][0], c[0][1] + c[1][1]);
     }
 }
@@ -190,8 +192,8 @@ struct Head {
     }
     void fetch(int place) {
         if (tile < tiles) {
-            const int lane = threadIdx.x % WARP, at = group * GROUP * STEP + lane % PAIRS * VECTOR;
-            const bf16* const from = weight + ((long long)tile * TILE + lane / PAIRS) * M::DIM + at;
+            const int lane = threadIdx.x % WARP, at = group * GROUP * STEP + lane % COLUMNS * VECTOR;
+            const bf16* const from = weight + ((long long)tile * TILE + lane / COLUMNS) * M::DIM + at;
 #pragma unroll
             for (int s = 0; s < GROUP; s++)
                 copy_async_once(shared_address(ring + (place * GROUP + s) * WARP + lane), from + s * STEP,
@@ -201,7 +203,7 @@ struct Head {
         commit_copies();  // an empty group at the end, so that a wait means the same all along
     }
     void multiply(bf16* logits, int vocab, const bf16* rows) {
-        const int lane = threadIdx.x % WARP, row = lane / PAIRS, column = lane % PAIRS;
+        const int lane = threadIdx.x % WARP, row = lane / COLUMNS, column = lane % COLUMNS;
         const bf16* const x = rows + row * ROW_STRIDE<M::DIM> + column * VECTOR;
         const uint4 zeros = make_uint4(0, 0, 0, 0);
         int place = 0;

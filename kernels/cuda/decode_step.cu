@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const Tags tags(tag_memory);
     products.template fetch<QKV>(QKV);
     if (REGIONS > 1) products.template fetch<PROJ>(PROJ);
+    if (REGIONS > 2) products.template fetch<UP>(UP), products.template fetch<DOWN>(DOWN);
     if (threadIdx.x < GIVEN) {
         if (blockIdx.x == 0) publish(words + threadIdx.x, (unsigned)asked, tags.of(1));
         unsigned come[1];
@@ -171,10 +172,6 @@ __global__ void __launch_bounds__(THREADS, 1)
         const float* const angles = table + (long long)positions[result.row] * HEAD_DIM;
         cosine = angles[result.first % HEAD_DIM], sine = angles[HEAD_DIM / 2 + result.first % HEAD_DIM];
     }
-    if (Product<M, QKV>::tiles() > 0) normalise.make(rows, norm1_weight, norm1_bias, eps, embedding, keep_none);
-    // Not before: all that is asked for above would come behind these.
-    if (REGIONS > 2) products.template fetch<UP>(UP), products.template fetch<DOWN>(DOWN);
-
     const auto add_to_stream = [&](const auto& result, float a, float b, unsigned tag) {
         own[0] += a, own[1] += b;
         if (result.valid) publish_two(stream + result.row * DIM + result.first, own[0], own[1], tag);
@@ -188,9 +185,9 @@ __global__ void __launch_bounds__(THREADS, 1)
         products.template run<QKV>(
             n + QKV,
             [&] {
-                if (i == 0) return;  // made above
-                const float* const bias = shift(norm1_bias);
-                normalise.make(rows, norm1_weight + parameters, bias, eps, from_stream(tags.of(n + QKV)), keep_none);
+                const float *const scale = norm1_weight + parameters, *const bias = shift(norm1_bias);
+                if (i == 0) normalise.make(rows, scale, bias, eps, embedding, keep_none);
+                else normalise.make(rows, scale, bias, eps, from_stream(tags.of(n + QKV)), keep_none);
             },
             [&](const auto& result, float a, float b) {
                 const float turned = fmaf(a, cosine, -__fmul_rn(b, sine));

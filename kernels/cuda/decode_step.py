@@ -55,8 +55,9 @@ def decode_step(
     """
     c = config
     assert logits.dtype == BF16 and tokens.size <= fused_rows(device, logits.dtype, c), f"decode_step: {tokens.size} rows"
-    template = _template(c, tokens.size, device.processors, device.shared_bytes)
-    assert template is not None
+    found = _template(c, tokens.size, device.processors, device.shared_bytes)
+    assert found is not None
+    template, shared_bytes = found
     words = device.kept("words", 8 * _words(c)).view(np.uint64)
     tags = device.kept("tags", 8).view(np.uint32)
     tensors: dict[str, Any] = {f"{name}_weight": parameters[f"blocks.0.{name}.weight"] for name in _NORMS} | {
@@ -69,7 +70,7 @@ def decode_step(
     arrays = (logits, norm, keys, values, *tensors.values())
     assert all(x is None or x.data.ptr % VECTOR_BYTES == 0 for x in arrays), "decode_step: an array is not aligned"
     device.launch(
-        STEP, template, device.processors, _THREADS, shared_bytes=int(template[2]),
+        STEP, template, device.processors, _THREADS, shared_bytes=shared_bytes,
         logits=logits, norm=norm, tokens=tokens, start=start, length=length, keys=keys, values=values, words=words,
         tag_memory=tags, table=table, **tensors, stride=_stride(c, weights, parameters), layers=c.layers,
         count=tokens.shape[1], context=c.context, vocab=len(head), eps=c.norm_eps,
@@ -79,8 +80,8 @@ def decode_step(
 def fused_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int:
     """Most rows that decode_step takes of such a model.
 
-    0 where the precision is another than bf16, a width is no multiple of 8, or a multiprocessor's shared memory does not hold its part
-    of the largest product's weights beside a row.
+    0 where the precision is another than bf16, a width is no multiple of 8, or a multiprocessor's shared memory does not hold its
+    part of the largest product's weights beside a row.
     """
     if dtype != BF16 or any(width % _TILE for width in (config.dim, config.ffn, config.head_dim)):
         return 0
@@ -88,15 +89,15 @@ def fused_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int
     return next((rows for rows in allowed if _template(config, rows, device.processors, device.shared_bytes)), 0)
 
 
-def _template(c: ModelConfig, rows: int, blocks: int, shared_bytes: int) -> Template | None:
-    """The kernel's template arguments; None where it does not fit."""
+def _template(c: ModelConfig, rows: int, blocks: int, shared_bytes: int) -> tuple[Template, int] | None:
+    """The kernel's template arguments and its bytes of shared memory; None where it does not fit."""
     sizes = (blocks, c.dim, c.heads, c.kv_heads, c.head_dim, c.ffn, c.position == "rope", c.mlp == "swiglu")
     if any(most * rows * _TILE // 2 > _THREADS for most, _, _ in _products(c, blocks)):
         return None
     for regions in _REGIONS:
         size = _shared_bytes(c, rows, regions, blocks)
         if size <= shared_bytes - _STATIC_BYTES:
-            return rows, regions, size, *sizes
+            return (rows, regions, size, *sizes), size
     return None
 
 
@@ -153,7 +154,7 @@ def _examples() -> tuple[Template, ...]:
     small = ModelConfig(512, 4, 4, 2, 128, 344, 128)
     cases = ((gpt2, 1, 132, 227), (gpt2, 4, 132, 227), (gpt2, 1, 128, 99), (euler, 1, 132, 227), (small, 3, 28, 99))
     found = (_template(c, rows, blocks, kib * 1024) for c, rows, blocks, kib in cases)
-    return tuple(template for template in found if template is not None)
+    return tuple(one[0] for one in found if one is not None)
 
 
 STEP = Kernel("decode_step.cu", "decode_step", _examples(), open=True)

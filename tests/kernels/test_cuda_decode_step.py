@@ -29,8 +29,8 @@ def model(layers: int, heads: int, kv_heads: int, dim: int, ffn: int, context: i
     return ModelConfig(vocab_size=300, layers=layers, heads=heads, kv_heads=kv_heads, dim=dim, ffn=ffn, context=context, **parts)
 
 
-# Fewer tiles than there are blocks and more, inputs and items that end within a step, weights in four regions, in two and in one (of
-# a GPU with 227 KiB), keys for one share and for all, shared keys.
+# Fewer tiles than there are blocks and more, inputs and items that end within a step, weights in four regions, in two and in one
+# (of a GPU with 227 KiB), keys for one share and for all, shared keys.
 MODELS = {
     "gpt2": model(3, 4, 4, 256, 512, 300, **GPT2),
     "euler": model(3, 8, 2, 512, 344, 300),
