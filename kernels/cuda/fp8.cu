@@ -1,6 +1,6 @@
 // A matrix in 8-bit floating point, with one factor for all of it, and its transpose: what the products of FP8 read.
 //
-//     scale = ROOM max |inp| / LARGEST                  out = inp / scale, transposed = out^T
+//     scale = max |inp| / TOP                           out = inp / scale, transposed = out^T
 //     or of gelu(up) or dout * gelu'(up) in place of inp, rounded to bf16 first, as if gelu.cu had written it; then dbias is its sum
 //     over rows, in the second case.
 //
@@ -10,7 +10,7 @@
 //       owns a tile of ROWS x COLUMNS and turns it in shared memory, so that lines of 128 bytes are read and, transposed, written. It
 //       notes the maximum for the next update, whose casts are then spared fp8_scale: fp8_rescale. Sums over a tile's rows, over the
 //       warps' in order, go to its row of `partial` (gridDim.y, columns), which columns.cu adds up.
-// Precision: the quotient by fp32's reciprocal of the scale; one rounding, to nearest, ties to even, what is beyond LARGEST to it.
+// Precision: the quotient by fp32's reciprocal of the scale; one rounding, to nearest, ties to even, at most to the largest number.
 //            NaN and infinity become NaN, and make a scale of their own so, and all of the product NaN.
 // Determinism: a maximum does not depend on the order.
 // Source: Micikevicius et al. 2022, arXiv:2209.05433 (formats).
@@ -28,15 +28,14 @@ struct Format;
 template <>
 struct Format<e4m3> {
     static constexpr auto KIND = __NV_E4M3;
-    static constexpr float LARGEST = 448.0f;
+    static constexpr float TOP = 224.0f;  // of 448: the next update's largest magnitude may be twice as large
 };
 template <>
 struct Format<e5m2> {
     static constexpr auto KIND = __NV_E5M2;
-    static constexpr float LARGEST = 57344.0f;
+    static constexpr float TOP = 3584.0f;  // of 57344: of a gradient 16 times
 };
 
-constexpr float ROOM = 2.0f;           // the largest number is so many times what the largest magnitude becomes
 constexpr float SMALLEST = 0x1p-100f;  // so that zeros have a scale, and each scale a reciprocal
 constexpr int SIZE = 8, SCALE_BLOCK = 512, CAST_BLOCK = 256, GROUP = 4;
 enum { NUMBERS, GELU, GELU_BACKWARD };
@@ -44,7 +43,7 @@ enum { NUMBERS, GELU, GELU_BACKWARD };
 template <typename T>
 float scale_of(int bits) {
     const float largest = __int_as_float(bits);
-    return (largest < SMALLEST ? SMALLEST : largest) / (Format<T>::LARGEST / ROOM);  // NaN is not below
+    return (largest < SMALLEST ? SMALLEST : largest) / Format<T>::TOP;  // NaN is not below
 }
 
 // Bits of a vector's largest magnitude, in each half of a word: in the order of the magnitudes, NaN above all.
@@ -166,7 +165,7 @@ __global__ void __launch_bounds__(CAST_BLOCK)
         for (int half = 0; half < 2; half++)
             word[i][half] = four<T>([&](int j) {
                 const float value = x[i](4 * half + j);
-                return fmaf(value, inverse, value - value);  // the difference is 0, or NaN: infinity is not to become LARGEST
+                return fmaf(value, inverse, value - value);  // the difference is 0, or NaN: infinity is not to become a number
             });
         if (out != nullptr && i < inside)
             *reinterpret_cast<uint2*>(out + place + (long long)i * columns) = make_uint2(word[i][0], word[i][1]);

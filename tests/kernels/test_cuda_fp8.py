@@ -14,7 +14,7 @@ from tests.gradient_check import MODELS
 
 pytest.importorskip("cupy")
 
-from kernels.cuda import CudaOps, cublaslt
+from kernels.cuda import FP8_ARCH, CudaOps, cublaslt
 from kernels.cuda.device import Device
 from kernels.cuda.fp8 import fp8, fp8_rescale
 from kernels.cuda.launch import E4M3, E5M2
@@ -28,10 +28,9 @@ CORE_TERMS, CORE_BITS, FP32_TERMS = 32, 13, 128
 
 def fp8_gpu() -> Device:
     """The GPU; the test is skipped where it has no FP8."""
-    device = gpu()
-    if int(device.arch[3:]) < 89:
-        pytest.skip(f"{device.arch} has no FP8 products")
-    return device
+    if int(gpu().arch[3:]) < FP8_ARCH:
+        pytest.skip(f"{gpu().arch} has no FP8 products")
+    return gpu()
 
 
 def memory(device: Device, shape: tuple[int, ...], dtype: Any) -> Any:
