@@ -116,7 +116,7 @@ def plan(
         assert not device.stream.is_capturing(), f"cuBLASLt: {product} has to run once before a graph captures it"
         assert a.shape == ((k, m) if transpose_a else (m, k)) and b.shape == ((n, k) if transpose_b else (k, n)), product
         assert all(x.flags.c_contiguous for x in (out, a, b)), product
-        found = Plan(product, scales)
+        found = Plan(product, bias, scales)
         found.choose(device, out, a, b, bias, aux, scales)
         _PLANS[product] = found
     return found
@@ -130,7 +130,7 @@ class Plan:
 
     Args:
         product: what to compute.
-        scales: those of its first run: what the library offers may depend on whether there are any.
+        bias, scales: those of its first run: what the library offers for FP8 may depend on whether there are any.
 
     Attributes:
         candidates: the heuristic's, what it holds best first; chosen: the index of the one that `run` uses.
@@ -139,7 +139,7 @@ class Plan:
         ValueError: there is no candidate.
     """
 
-    def __init__(self, product: Product, scales: Scales = (None, None)) -> None:
+    def __init__(self, product: Product, bias: Any, scales: Scales) -> None:
         self.product = product
         lib, p = _library(), product
         self._operation = c_void_p()
@@ -150,7 +150,7 @@ class Plan:
         if "gelu" in p.epilogue:
             self._set(_AUX_ROW, c_int64(p.n))
         self._set(_FAST_SUMS, c_int8("fast" in p.precision))
-        self._point(None, None, scales)
+        self._point(bias if "fp8" in p.precision else None, None, scales)
         self._first = _layout(p.inputs[1], *((p.k, p.n) if p.transpose_b else (p.n, p.k)))
         self._second = _layout(p.inputs[0], *((p.m, p.k) if p.transpose_a else (p.k, p.m)))
         self._out = _layout(p.output, p.n, p.m)
