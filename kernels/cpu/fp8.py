@@ -53,12 +53,13 @@ def fp8_rescale(scales: Array, most: Array) -> None:
     """The scales of the next update's casts, from the largest magnitudes of this one's, which are forgotten.
 
     Args:
-        scales: (products, 3) fp32, of weight, input and gradient: the last two overwritten.
+        scales: (products, 3) fp32, of weight, input and gradient: the last two overwritten where the magnitude is not 0.
         most:   (products, 2) int32, of input and gradient, as fp8 leaves them; zero afterwards.
     """
     for i, dtype in enumerate(FORMATS):
         for product in range(len(scales)):
-            scales[product, 1 + i] = _scale(most[product, i : i + 1].view(np.float32)[0], dtype)
+            if most[product, i] > 0:
+                scales[product, 1 + i] = _scale(most[product, i : i + 1].view(np.float32)[0], dtype)
     most[...] = 0
 
 

@@ -84,8 +84,9 @@ __global__ void __launch_bounds__(SCALE_BLOCK) fp8_scale(float* scale, const bf1
 __global__ void fp8_rescale(float* scales, int* most, int products) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= products) return;
-    scales[3 * i + 1] = scale_of<e4m3>(most[2 * i]);
-    scales[3 * i + 2] = scale_of<e5m2>(most[2 * i + 1]);
+    // Zeros, as of an update none of whose tokens counts, say nothing of the next one.
+    if (most[2 * i] > 0) scales[3 * i + 1] = scale_of<e4m3>(most[2 * i]);
+    if (most[2 * i + 1] > 0) scales[3 * i + 2] = scale_of<e5m2>(most[2 * i + 1]);
     most[2 * i] = most[2 * i + 1] = 0;
 }
 
