@@ -14,10 +14,11 @@ from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Kernel
 from kernels.cuda.vectors import vector_size
 
-# (type of the result; whether the sum runs along the rows of a, of b; whether 16 bytes are copied at once): the three products.
-_LAYOUTS = ((BF16, True, True), (BF16, True, False), (FLOAT, False, False))
+# (type of the result; whether the sum runs along the rows of a, of b; whether 16 bytes are copied at once): the three products,
+# and Muon's of a matrix with itself, which it goes on with in bf16.
+_LAYOUTS = ((BF16, True, True), (BF16, True, False), (FLOAT, False, False), (BF16, False, False))
 _MMA = Kernel("matmul_mma.cu", "matmul_mma", tuple((*layout, wide) for layout in _LAYOUTS for wide in (True, False)))
-_TILED = Kernel("matmul_tiled.cu", "matmul_tiled", tuple(layout[1:] for layout in _LAYOUTS))
+_TILED = Kernel("matmul_tiled.cu", "matmul_tiled", tuple(layout[1:] for layout in _LAYOUTS[:3]))
 # The kernels' TILE and THREADS, and the bytes of _MMA's stages.
 _TILE = 128
 _MMA_THREADS, _MMA_SHARED_BYTES = 128, 65536
@@ -46,12 +47,17 @@ def matmul_backward(
 ) -> None:
     """See kernels.cpu.matmul.matmul_backward. dweight is fp32, all else T; dinp is rounded once, also where it accumulates."""
     weight_gradient(device, dweight, dout, inp, add_dweight)
-    _multiply(device, dinp, dout, weight, accumulate=add_dinp)
+    input_gradient(device, dinp, dout, weight, add_dinp)
 
 
 def weight_gradient(device: Device, dweight: Any, dout: Any, inp: Any, add: bool) -> None:
     """dweight = dout^T @ inp, or += where `add`: matmul_backward's first half."""
     _multiply(device, dweight, dout, inp, transpose_a=True, accumulate=add)
+
+
+def input_gradient(device: Device, dinp: Any, dout: Any, weight: Any, add: bool) -> None:
+    """dinp = dout @ weight, or += where `add`: its second half."""
+    _multiply(device, dinp, dout, weight, accumulate=add)
 
 
 def _multiply(

@@ -19,7 +19,7 @@ from kernels.config import ModelConfig
 from kernels.cpu import CpuOps
 from kernels.cuda.compile import FOLDER
 from kernels.cuda.launch import BF16, FLOAT, TENSOR_MAP, Kernel, Template, arguments
-from kernels.parameters import CLEARED, DECAYS, flat_size, named, parameter_table
+from kernels.parameters import CLEARED, DECAYS, MUON, flat_size, named, parameter_table
 
 ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -221,6 +221,11 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
     for copy in (None, m.stored(size)):
         scalars = (array((6,), np.uint8), double, double, array((), np.int64))
         yield "adamw", (*flat, copy, *scalars), constants
+    for shape in ((s.head_dim, 2 * s.head_dim), (2 * s.head_dim, s.head_dim)):
+        for copy in (None, m.stored(*shape)):
+            scratch = (m.stored(*x) for x in (shape, shape, (s.head_dim,) * 2, (s.head_dim,) * 2))
+            matrix, settings = (f(*shape), f(*shape), f(*shape), copy, *scratch), {"weight_decay": 0.1, "grad_clip": 1.0}
+            yield "muon", (*matrix, double, double), settings
     for count in (rows * s.dim, 7):
         yield "rounding", (array((count,), BF16), f(count)), {}
     yield "ban", (logits, targets), {}
@@ -315,7 +320,9 @@ def test_launchers_repeat_the_kernels_constants() -> None:
     for name in ("WARP", "DEPTH", "SHARES", "AHEAD"):
         assert constant(name) == str(getattr(decode_step, f"_{name}")), name
     adamw = (FOLDER / "adamw.cu").read_text(encoding="utf-8")
-    assert f"constexpr unsigned DECAYS = {DECAYS}, CLEARED = {CLEARED};" in adamw
+    assert f"constexpr unsigned DECAYS = {DECAYS}, CLEARED = {CLEARED}, MUON = {MUON};" in adamw
+    muon, launcher = (FOLDER / "muon.cu").read_text(encoding="utf-8"), import_module("kernels.cuda.muon")
+    assert f"constexpr int BLOCK = {launcher._BLOCK}, CHUNK = {launcher._CHUNK};" in muon
     assert constant("LARGEST_HEAD_DIM") == str(decode_attention.LARGEST_HEAD_DIM)
     assert constant("LANES") == f"SIZE == 8 ? {decode_step._LANES} : 16"
     assert constant("MOST_THREADS") == f"SIZE == 1 ? 256 : {decode_step._THREADS[0]}"

@@ -1,7 +1,9 @@
 """Loss, its gradient by the logits, the update and the draw on the GPU against the CPU's."""
 
 import math
+from importlib import import_module
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ import pytest
 from kernels.cpu.adamw import adamw
 from kernels.cpu.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from kernels.cpu.grad_norm import grad_norm
+from kernels.cpu.muon import muon
 from kernels.cpu.sampling import sampling as cpu_sampling
 from kernels.cpu.weighted_sum import weighted_sum_forward
+from kernels.parameters import MUON
 from tests.cases import CROSS_ENTROPY, GRADIENTS
 from tests.compare import Array, Arrays, assert_same_bits, normal
 from tests.cuda import BF16, FLOAT, STORAGES, Gpu, Side, assert_calibrated_op, gpu, on_gpu, on_host, rounded
@@ -164,6 +168,96 @@ def test_adamw_copy(storage: Any) -> None:
     got = on_host(side, updates(side, a, 1.0))
     np.testing.assert_array_equal(got.pop("copy"), rounded(got["params"], storage))
     assert_same_bits(on_host(side, updates(side, a, 1.0, copies=False)), got)
+
+
+# A run of Muon's that is written, or the neighbour of one that is not.
+@storages
+def test_adamw_leaves_muons_runs(storage: Any) -> None:
+    a, side = update_inputs(64, 8), Gpu(storage)
+    mixed = {**a, "flags": np.where(np.arange(8) < 4, a["flags"], a["flags"] | MUON).astype(np.uint8)}
+    got, plain = (on_host(side, updates(side, arrays, 1.0)) for arrays in (mixed, a))
+    before = {"params": a["params"], "grads": a["grads3"], "copy": np.full(512, np.nan)}
+    for name, array in got.items():
+        assert_same_bits({name: array[:256]}, {name: plain[name][:256]})
+        np.testing.assert_array_equal(array[256:], before.get(name, np.zeros(512))[256:])
+
+
+# Wide, square and tall; without 16-byte vectors; chunks of elements that are whole, partial and several.
+MATRICES = ((64, 128), (128, 128), (344, 128), (17, 130), (130, 43), (2, 9))
+
+
+def muon_inputs(shape: tuple[int, int]) -> Arrays:
+    """Singular values of the gradient and of the momentum no smaller than a tenth: smaller ones' rounding grows without bound."""
+    rng, k, arrays = np.random.default_rng(shape), min(shape), {}
+    u, _, vt = np.linalg.svd(rng.standard_normal(shape), full_matrices=False)
+    for name in ("exp_avg", "grads"):
+        arrays[name] = (u * rng.permutation(np.linspace(0.1, 1, k))) @ vt
+    return {**arrays, "params": 0.1 * rng.standard_normal(shape)}
+
+
+def muon_update(side: Side, a: Arrays) -> Arrays:
+    """One update that is clipped."""
+    shape, k = a["params"].shape, min(a["params"].shape)
+    params, exp_avg, grads = (side.single(a[name]) for name in ("params", "exp_avg", "grads"))
+    copy, *scratch = (side.stored(np.full(size, np.nan)) for size in (shape, shape, shape, (k, k), (k, k)))
+    norm, lr = side.same(np.array(a.get("norm", 2.0))), side.same(np.array(0.5))
+    side(muon, params, exp_avg, grads, copy, *scratch, norm, lr, weight_decay=0.1, grad_clip=1.0)
+    return {"params": params, "exp_avg": exp_avg, "copy": copy}
+
+
+@pytest.fixture(params=("own", "cublaslt"))
+def _products(request: pytest.FixtureRequest, storage: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The GPU's products by either backend; the CPU's in fp32 rounded wherever the GPU's are."""
+    pytest.importorskip("cupy")
+    from kernels.cuda import cublaslt
+
+    cpu = import_module("kernels.cpu.muon")  # the package's name of it is the function
+
+    def rounding(op: Any) -> Any:
+        def rounded_op(out: Array, *rest: Any, **options: Any) -> None:
+            op(out, *rest, **options)
+            if out.dtype == np.float32:
+                out[...] = rounded(out, storage)
+
+        return rounded_op
+
+    def iterate(out: Array, gram: Array, square: Array, x: Array) -> None:
+        if x.dtype == np.float32:
+            x[...] = rounded(x, storage)
+        first(out, gram, square, x)
+
+    first = cpu.iterate
+    monkeypatch.setattr(cpu, "iterate", iterate)
+    for name in ("matmul_forward", "weight_gradient", "input_gradient", "_polynomial"):
+        monkeypatch.setattr(cpu, name, rounding(getattr(cpu, name)))
+    monkeypatch.setattr(gpu(), "matmul", request.param, raising=False)
+    monkeypatch.setattr(gpu(), "precision", "bf16" if storage == BF16 else "fp32", raising=False)
+    monkeypatch.setattr(cublaslt, "user_cache", lambda: tmp_path)
+
+
+# A momentum, norm or polynomial that misses elements, the wrong one of a matrix and its transpose, a decay or a rate of another
+# element. The order of sums differs.
+@storages
+@pytest.mark.usefixtures("_products")
+@pytest.mark.parametrize("shape", MATRICES)
+def test_muon(shape: tuple[int, int], storage: Any) -> None:
+    a = muon_inputs(shape)
+    assert_calibrated_op(muon_update, a, storage, single=("exp_avg",), sums=("params", "copy"))
+    side = Gpu(storage)
+    got = on_host(side, muon_update(side, a))
+    np.testing.assert_array_equal(got["copy"], rounded(got["params"], storage))
+
+
+# The momentum is kept for good: one update by a gradient that overflowed would spoil all that follow.
+@storages
+@pytest.mark.usefixtures("_products")
+@pytest.mark.parametrize("norm", [np.nan, np.inf])
+def test_muon_changes_nothing_where_the_norm_is_not_finite(norm: float, storage: Any) -> None:
+    a, side = {**muon_inputs((17, 130)), "norm": np.array(norm)}, Gpu(storage)
+    got = on_host(side, muon_update(side, a))
+    assert np.isnan(got["copy"]).all()
+    for name in ("params", "exp_avg"):
+        np.testing.assert_array_equal(got[name], a[name].astype(np.float32))
 
 
 # One update by a gradient that overflowed spoils every parameter; one that clears it hides the tensor at fault.
