@@ -80,12 +80,10 @@ def iterate(out: Array, gram: Array, square: Array, x: Array) -> None:
         weight_gradient(gram, x, x, add=False)
     else:
         matmul_forward(gram, x, x)
-    matmul_forward(square, gram, gram)  # gram is symmetric
+    input_gradient(square, gram, gram, add=False)
     _polynomial(square, gram, np.array(COEFFICIENTS, x.dtype))
-    if tall:
-        matmul_forward(out, x, square)  # square is symmetric
-    else:
-        input_gradient(out, square, x, add=False)
+    left, right = (x, square) if tall else (square, x)
+    input_gradient(out, left, right, add=False)
 
 
 @pjit

@@ -63,10 +63,8 @@ def iterate(device: Device, out: Array, gram: Array, square: Array, x: Array) ->
         weight_gradient(device, gram, x, x, add=False)
     else:
         matmul_forward(device, gram, x, x)
-    matmul_forward(device, square, gram, gram)  # gram is symmetric
+    input_gradient(device, square, gram, gram, add=False)
     a, b, c = COEFFICIENTS
     device.launch(_POLYNOMIAL, (x.dtype,), side, _BLOCK, square=square, gram=gram, side=side, a=a, b=b, c=c)
-    if tall:
-        matmul_forward(device, out, x, square)  # square is symmetric
-    else:
-        input_gradient(device, out, square, x, add=False)
+    left, right = (x, square) if tall else (square, x)
+    input_gradient(device, out, left, right, add=False)
