@@ -163,7 +163,8 @@ class Eval:
 
     def __post_init__(self) -> None:
         check(self.max_tokens >= 1, "eval.max_tokens", "at least 1", self.max_tokens)
-        check(self.temperature >= 0, "eval.temperature", "at least 0 (0 is greedy)", self.temperature)
+        fits = self.temperature == 0 or self.temperature >= 1e-6  # kernels.generation.LEAST_TEMPERATURE, too slow to import
+        check(fits, "eval.temperature", "0 (greedy) or at least 1e-6", self.temperature)
         check(self.top_k >= 0, "eval.top_k", "at least 0 (0 is off)", self.top_k)
         check(0 < self.top_p <= 1, "eval.top_p", "above 0 and at most 1 (1 is off)", self.top_p)
         check(self.seed >= 0, "eval.seed", "at least 0", self.seed)

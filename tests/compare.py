@@ -11,6 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from tests.cases import Attention
 from tests.gradient_check import FLOOR, LIMIT
 
 Array = np.ndarray[Any, Any]
@@ -35,6 +36,16 @@ def documents(rng: np.random.Generator, batch: int, length: int, probability: fl
     begins = rng.random((batch, length)) < probability
     begins[:, 0] = True
     return np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1).astype(np.int32)
+
+
+def attention_inputs(case: Attention) -> Arrays:
+    """Random qkv and dout, and where documents begin."""
+    rng = np.random.default_rng(case[:5])
+    return {
+        "qkv": normal(rng, case.batch, case.length, case.heads + 2 * case.kv_heads, case.head_dim),
+        "dout": normal(rng, case.batch, case.length, case.heads, case.head_dim),
+        "start": documents(rng, case.batch, case.length, case.documents),
+    }
 
 
 def single(arrays: Mapping[str, Array]) -> Arrays:

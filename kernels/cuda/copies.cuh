@@ -9,7 +9,15 @@ inline void copy_async(unsigned shared, const void* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
 }
 
-// The same by way of the first-level cache: where another copy takes the rest of the 32 bytes that memory gives at once.
+// The same of what is read once: the second-level cache gives it up before anything else.
+inline void copy_async_once(unsigned shared, const void* global, bool valid) {
+    asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+                 "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, policy;\n}" ::"r"(shared),
+                 "l"(global), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+// copy_async by way of the first-level cache: where another copy takes the rest of the 32 bytes that memory gives at once.
 inline void copy_async_cached(unsigned shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }

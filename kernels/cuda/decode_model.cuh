@@ -146,7 +146,7 @@ private:
 
     static void copy(T* to, const T* from, bool valid) {
         if constexpr (Packed<T, SIZE>::BYTES == 16) {
-            copy_async(shared_address(to), from, valid);
+            copy_async_once(shared_address(to), from, valid);  // so that the cache's keys and values stay near
         } else {
             Packed<T, SIZE> value;
             value.clear();

@@ -40,11 +40,11 @@ struct Attention {
     }
 };
 
-// A lane's part of a row, (p * LANES + lane) * SIZE + i of which is element [p](i); zeros from head_dim on.
-template <typename T, int SIZE>
+// A lane's part of a row of MOST features at most, (p * LANES + lane) * SIZE + i of which is element [p](i); zeros from head_dim on.
+template <typename T, int SIZE, int MOST>
 struct Features {
-    static constexpr int LANES = SIZE == 8 ? 8 : 16, PARTS = LARGEST_HEAD_DIM / (LANES * SIZE);  // as registers allow
-    static constexpr int AHEAD = 1;  // as registers allow
+    static constexpr int LANES = SIZE == 8 ? 8 : 16, PARTS = MOST / (LANES * SIZE);
+    static constexpr int AHEAD = SIZE > 1 && MOST < LARGEST_HEAD_DIM ? 2 : 1;  // as registers allow
     Packed<T, SIZE> part[PARTS];
 
     static int place(int p) { return (p * LANES + threadIdx.x % LANES) * SIZE; }
@@ -99,9 +99,9 @@ void take_fresh(float* handed, const Attention<T, ROWS>& a, int row, int head, i
 
 // A block's shares of all rows and heads, and the new keys and values into the cache.
 // scratch: (1 + 2 * ROWS) * D + 2 * AHEAD * teams + warps * (D + 1) floats of shared memory.
-template <typename T, int SIZE, int ROWS>
+template <int MOST, typename T, int SIZE, int ROWS>
 void make_shares(const Attention<T, ROWS>& a, float* scratch) {
-    using Row = Features<T, SIZE>;
+    using Row = Features<T, SIZE, MOST>;
     constexpr int LANES = Row::LANES, AHEAD = Row::AHEAD, WIDTH = Row::PARTS * SIZE, MOST_WARPS = 16;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP, head_dim = a.head_dim;
     const int team = threadIdx.x / LANES, teams = blockDim.x / LANES, batch = AHEAD * teams;

@@ -112,7 +112,7 @@ void load_act(float (&to)[SIZE], const Word* act, int i, bool paired, unsigned t
 
 // Grid: blocks that are on the GPU at once. Block: whole warps, MOST_THREADS at most. row_floats: the floats of shared memory for the
 // products' input rows, or for the shares.
-template <typename T, int SIZE, int ROWS>
+template <typename T, int SIZE, int ROWS, int MOST>
 __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
     decode_step(T* logits, T* norm, const int* tokens, const int* start, const int* length, T* keys, T* values, Word* words,
                 unsigned* tag_memory, const float* token_weight, const float* position_weight, const float* table,
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
             Word* const state = words + (ROWS * (2 * dim + 2 * kv_heads * head_dim + ffn) + 1) / 2 * 2;  // two are loaded at once
             const Attention<T, ROWS> attention = {qkv, keys + cached, values + cached, state, state + 2 * ROWS * heads * SHARES,
                                                   tag_before, tag, block.held, count, context, heads, kv_heads, head_dim};
-            make_shares<T, SIZE, ROWS>(attention, rows);
+            make_shares<MOST, T, SIZE, ROWS>(attention, rows);
             fetch_first();
             constexpr int PART = SIZE > 1 && ROWS == 1 ? 2 : 1;  // more rows would take too many registers
 #pragma unroll 1

@@ -12,8 +12,10 @@ from kernels.cuda.launch import Array, Kernel
 from kernels.cuda.vectors import VECTOR_BYTES, VECTOR_TEMPLATES, vector_size
 
 MOST_ROWS = 4
-_STEP = Kernel("decode_step.cu", "decode_step", tuple((*t, rows) for t in VECTOR_TEMPLATES for rows in range(1, MOST_ROWS + 1)))
-_WARP, _DEPTH, _SHARES, _LANES, _AHEAD = 32, 8, 4, 8, 1  # the kernel's, LANES the fewest
+_FEATURES = (64, LARGEST_HEAD_DIM)  # most of a head: the fewer there are, the more keys are on their way at once
+_INSTANCES = ((*t, rows, most) for t in VECTOR_TEMPLATES for rows in range(1, MOST_ROWS + 1) for most in _FEATURES)
+_STEP = Kernel("decode_step.cu", "decode_step", tuple(_INSTANCES))
+_WARP, _DEPTH, _SHARES, _LANES, _AHEAD = 32, 8, 4, 8, 2  # the kernel's, LANES the fewest, AHEAD the most
 _STATIC_BYTES = 4096  # of shared memory, at most: the kernel's Block
 # Threads of a block, the first whose shared memory there is; more have more weights under way. Not tuned, but no fewer than the
 # kernel's LARGEST_HEAD_DIM: take_fresh would not end.
@@ -70,7 +72,7 @@ def decode_step(
     assert size == 1 or vector_size(size, logits, *tensors.values(), keys, values) == size, "decode_step: an array is not aligned"
     threads = _threads(device, c, dtype)
     device.launch(
-        _STEP, (dtype, size, tokens.size), device.processors, threads,
+        _STEP, (dtype, size, tokens.size, next(most for most in _FEATURES if c.head_dim <= most)), device.processors, threads,
         shared_bytes=_shared_bytes(device, c, dtype, threads), logits=logits, norm=norm, tokens=tokens, start=start,
         length=length, keys=keys, values=values, words=words, tag_memory=tags, table=table,
         **tensors, stride=_stride(c, weights, parameters), layers=c.layers,

@@ -16,10 +16,12 @@ from kernels.cuda.matmul import matmul_backward, matmul_forward, weight_gradient
 from kernels.cuda.vectors import vector_size
 
 _SIZE = 8  # elements that the library's rows are multiples of here
-_HOPPER = Kernel("matmul_hopper.cu", "matmul_gelu", ((False,), (True,)), hopper=True)
-# The kernel's TILE, BOX, threads, and shared memory: five stages of two factors, two warpgroups' tiles, and barriers.
-_TILE, _BOX, _BLOCK, _CLUSTER, _WARPS = 128, 64, 3 * 128, 2, 4
-_SHARED_BYTES = 7 * 2 * _TILE * _BOX * BF16.itemsize + 128
+_WIDTHS = (192, 128)  # of a tile; the wider moves fewer bytes for its products, the narrower takes every width
+_INSTANCES = tuple((backward, width) for backward in (False, True) for width in _WIDTHS)
+_HOPPER = Kernel("matmul_hopper.cu", "matmul_gelu", _INSTANCES, hopper=True)
+# The kernel's ROWS, BOX, threads, CLUSTER, a warpgroup's warps, and shared memory: 28 boxes, in stages and places, and barriers.
+_ROWS, _BOX, _BLOCK, _CLUSTER, _WARPS = 128, 64, 3 * 128, 2, 4
+_SHARED_BYTES = 28 * _BOX * _BOX * BF16.itemsize + 192
 
 
 def matmul_gelu_forward(device: Device, act: Any, up: Any, inp: Any, weight: Any, bias: Any = None) -> None:
@@ -48,7 +50,7 @@ def matmul_gelu_backward(
     """
     if _by_hopper(device, up, dout):
         weight_gradient(device, dweight, dout, act, add_dweight)
-        (partial,) = device.workspace(((1, _WARPS * -(-len(up) // _TILE), up.shape[1]), FLOAT))
+        (partial,) = device.workspace(((1, _WARPS * -(-len(up) // _ROWS), up.shape[1]), FLOAT))
         _launch(device, True, up, dup, dout, weight, None, partial)
         if dbias is not None:
             add_rows(device, partial, dbias)
@@ -76,12 +78,13 @@ def _by_hopper(device: Device, up: Any, inp: Any) -> bool:
 
 
 def _launch(device: Device, backward: bool, up: Any, out: Any, inp: Any, weight: Any, bias: Any, partial: Any) -> None:
-    """Clusters of two blocks, one below the other; no more than there are pairs of tiles."""
+    """Clusters of two blocks; no more than there are pairs of tiles."""
     (m, n), k = up.shape, inp.shape[1]
-    pairs = -(-m // (_CLUSTER * _TILE)) * -(-n // _TILE)
+    width = next((width for width in _WIDTHS if n % width == 0), _WIDTHS[-1])
+    pairs = -(-m // _ROWS) * -(-n // (_CLUSTER * width))
     maps = {f"{name}_map": device.heads_map(x.reshape(1, len(x), 1, -1)) for name, x in
             (("up", up), ("out", out), ("a", inp), ("b", weight))}  # fmt: skip
     device.launch(
-        _HOPPER, (backward,), _CLUSTER * min(pairs, device.processors // _CLUSTER), _BLOCK, shared_bytes=_SHARED_BYTES,
+        _HOPPER, (backward, width), _CLUSTER * min(pairs, device.processors // _CLUSTER), _BLOCK, shared_bytes=_SHARED_BYTES,
         bias=bias, partial=partial, m=m, n=n, k=k, **maps,
     )  # fmt: skip

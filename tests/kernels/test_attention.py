@@ -14,21 +14,10 @@ from tests.compare import (
     assert_repeats,
     assert_same_bits,
     assert_within,
-    documents,
-    normal,
+    attention_inputs,
     single,
     unwritten,
 )
-
-
-def inputs(case: Attention) -> Arrays:
-    """Random arrays."""
-    rng = np.random.default_rng(case[:5])
-    return {
-        "qkv": normal(rng, case.batch, case.length, case.heads + 2 * case.kv_heads, case.head_dim),
-        "dout": normal(rng, case.batch, case.length, case.heads, case.head_dim),
-        "start": documents(rng, case.batch, case.length, case.documents),
-    }
 
 
 def run(a: Arrays, dbias: Array | None = None) -> Arrays:
@@ -70,7 +59,7 @@ def dense(a: Arrays) -> Arrays:
 # A wrong mask, scale, or key head of a query head; also lse, which another implementation must be able to read.
 @pytest.mark.parametrize("case", ATTENTION)
 def test_is_a_dense_masked_softmax(case: Attention) -> None:
-    a = inputs(case)
+    a = attention_inputs(case)
     got, expected = run(a), dense(a)
     for name in expected:
         assert_within(name, got[name], expected[name], 1e-13 * (1 + np.abs(expected[name]).max()))
@@ -79,7 +68,7 @@ def test_is_a_dense_masked_softmax(case: Attention) -> None:
 # A position left out of the bias's gradient, a head's sums in another's place, or what was there overwritten.
 @pytest.mark.parametrize("case", ATTENTION)
 def test_bias_gradient_is_the_sum_over_positions(case: Attention) -> None:
-    a = inputs(case)
+    a = attention_inputs(case)
     dbias = np.full((case.heads + 2 * case.kv_heads) * case.head_dim, 3.0)
     got = run(a, dbias)
     assert_same_bits(got, run(a))
@@ -90,32 +79,32 @@ def test_bias_gradient_is_the_sum_over_positions(case: Attention) -> None:
 # A missing delta, or a query of a group left out of dk and dv.
 @pytest.mark.parametrize("case", ATTENTION)
 def test_gradient(case: Attention) -> None:
-    assert_gradients(run, inputs(case), {"out": "dout"}, ("qkv",))
+    assert_gradients(run, attention_inputs(case), {"out": "dout"}, ("qkv",))
 
 
 # A sum or the exponential held in the wrong precision. Where a token sees only itself, all of ds cancels.
 @pytest.mark.parametrize("case", ATTENTION)
 def test_float32(case: Attention) -> None:
-    a = inputs(case)
+    a = attention_inputs(case)
     assert_float32(run, a, case.length + case.head_dim, {"lse": 1 + float(np.abs(run(a)["lse"]).max())})
 
 
 # As exact as the plain dense computation in the same precision; the sums run in another order.
 @pytest.mark.parametrize("case", ATTENTION[5:])
 def test_error_is_that_of_the_dense_computation(case: Attention) -> None:
-    a = inputs(case)
+    a = attention_inputs(case)
     assert_calibrated(run(single(a)), dense(a), dense(single(a)), 3)
 
 
 # Two threads that add to the gradient of one key.
 def test_same_bits_again_and_on_one_thread() -> None:
-    assert_repeats(run, inputs(Attention(3, 33, 6, 3, 16, 0.1)))
+    assert_repeats(run, attention_inputs(Attention(3, 33, 6, 3, 16, 0.1)))
 
 
 # One key too many, anywhere in the tiles of four: the model would learn to copy the answer.
 @pytest.mark.parametrize("seen", [1, 4, 7, 16])
 def test_the_future_has_no_influence(seen: int) -> None:
-    a = single(inputs(ATTENTION[6]))
+    a = single(attention_inputs(ATTENTION[6]))
     other = single(a)
     other["qkv"][:, seen:] = 1e6  # finite: a tile multiplies what it may not see by an exact zero
     got, changed = run(a), run(other)
@@ -126,7 +115,7 @@ def test_the_future_has_no_influence(seen: int) -> None:
 # One key too many at the other end: a packed conversation would read the one before it. Backward, too, stays within.
 @pytest.mark.parametrize("border", [1, 4, 6, 16])
 def test_another_document_has_no_influence(border: int) -> None:
-    a = single(inputs(ATTENTION[6]))
+    a = single(attention_inputs(ATTENTION[6]))
     a["start"][:] = np.where(np.arange(17) < border, 0, border)
     other = single(a)
     other["qkv"][:, :border] *= -50
@@ -143,7 +132,7 @@ def test_another_document_has_no_influence(border: int) -> None:
 
 # delta by dout . out alone: its rounding, not the gradient, is what is left of a query that gives one key nearly all its weight.
 def test_gradient_of_a_decided_query() -> None:
-    a = inputs(ATTENTION[6])
+    a = attention_inputs(ATTENTION[6])
     a["qkv"][:, :, :5] *= 4
     a = single(a)
     head_dim, wide = a["dout"].shape[-1], {name: array.astype(np.float64) for name, array in a.items() if name != "start"}
@@ -164,7 +153,7 @@ def test_gradient_of_a_decided_query() -> None:
 
 # exp of an unshifted score overflows at 89 in float32; a mean of values lies among the values.
 def test_large_scores() -> None:
-    a = inputs(ATTENTION[6])
+    a = attention_inputs(ATTENTION[6])
     a["qkv"][:, :, :5] *= 300
     got, exact, expected = run(single(a)), run(a), dense(a)
     assert_within("out", exact["out"], expected["out"], 1e-9)

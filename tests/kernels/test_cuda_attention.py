@@ -9,7 +9,7 @@ from kernels.cpu.attention import attention_backward, attention_forward
 from kernels.cpu.bias import bias_backward
 from kernels.cpu.decode_attention import decode_attention_forward
 from tests.cases import ATTENTION, Attention
-from tests.compare import Arrays, assert_same_bits, documents, normal, unwritten
+from tests.compare import Arrays, assert_same_bits, attention_inputs, normal, unwritten
 from tests.cuda import STORAGES, Cpu, Gpu, Side, assert_calibrated_op, gpu, truncated
 
 pytestmark = pytest.mark.gpu
@@ -50,16 +50,6 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return storage, precision
 
 
-def inputs(case: Attention) -> Arrays:
-    """Random arrays."""
-    rng = np.random.default_rng(case[:5])
-    return {
-        "qkv": normal(rng, case.batch, case.length, case.heads + 2 * case.kv_heads, case.head_dim),
-        "dout": normal(rng, case.batch, case.length, case.heads, case.head_dim),
-        "start": documents(rng, case.batch, case.length, case.documents),
-    }
-
-
 def attention(side: Side, a: Arrays, tf32: bool = False, bias: bool = True) -> Arrays:
     """Forward and backward; where tensor cores multiply tf32, the baseline's factors are rounded to that.
 
@@ -84,7 +74,7 @@ def attention(side: Side, a: Arrays, tf32: bool = False, bias: bool = True) -> A
 def test_attention(case: Attention, kernel: tuple[np.dtype[np.generic], str]) -> None:
     storage, precision = kernel
     run = partial(attention, tf32=precision == "tf32" and case.head_dim % 32 == 0)
-    arrays, repeats = inputs(case), gpu().deterministic
+    arrays, repeats = attention_inputs(case), gpu().deterministic
     # A query's ds cancel, as do dk's sums and a dq that sees one key: what is left of each row is the rounding of such a term.
     term = np.abs(arrays["dout"]).max() * np.abs(arrays["qkv"]).max() ** 2
     scale = {"dbias": float(np.sqrt(case.batch * case.length) * term)}
@@ -94,7 +84,7 @@ def test_attention(case: Attention, kernel: tuple[np.dtype[np.generic], str]) ->
 # What a model with RoPE calls: sums written all the same, through a null pointer, or another gradient.
 @pytest.mark.parametrize("case", TILED)
 def test_gradient_without_the_bias(case: Attention, kernel: tuple[np.dtype[np.generic], str]) -> None:
-    side, arrays = Gpu(kernel[0]), inputs(case)
+    side, arrays = Gpu(kernel[0]), attention_inputs(case)
     got, alone = ({"dqkv": side.host(attention(side, arrays, bias=bias)["dqkv"])} for bias in (True, False))
     assert np.isfinite(alone["dqkv"]).all()
     if gpu().deterministic:

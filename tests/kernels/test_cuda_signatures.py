@@ -110,9 +110,10 @@ SIZES = (
     Sizes(2, 5, 256, 2, 1, 16, 509, 512, 64),
     Sizes(1, 7, 512, 4, 2, 32, 509, 512, 64),
     Sizes(1, 9, 768, 4, 4, 64, 509, 512, 64),
-    Sizes(1, 9, 1024, 4, 2, 96, 509, 512, 64),
+    Sizes(1, 9, 1024, 4, 2, 96, 509, 576, 64),
     Sizes(1, 1, 2048, 1, 1, 128, 4096, 4096, 64),
     Sizes(3, 4, 2050, 2, 2, 50, 7, 7, 6),
+    Sizes(1, 4, 63, 1, 1, 66, 7, 7, 1),
     Sizes(1, 3, 128, 2, 2, 80, 2, 128, 64),
 )
 
@@ -317,12 +318,13 @@ def test_launchers_repeat_the_kernels_constants() -> None:
         assert found, f"the kernel has no {name}"
         return found[1]
 
-    for name in ("WARP", "DEPTH", "SHARES", "AHEAD"):
+    for name in ("WARP", "DEPTH", "SHARES"):
         assert constant(name) == str(getattr(decode_step, f"_{name}")), name
     adamw = (FOLDER / "adamw.cu").read_text(encoding="utf-8")
     assert f"constexpr unsigned DECAYS = {DECAYS}, CLEARED = {CLEARED}, MUON = {MUON};" in adamw
     muon, launcher = (FOLDER / "muon.cu").read_text(encoding="utf-8"), import_module("kernels.cuda.muon")
     assert f"constexpr int BLOCK = {launcher._BLOCK}, CHUNK = {launcher._CHUNK};" in muon
     assert constant("LARGEST_HEAD_DIM") == str(decode_attention.LARGEST_HEAD_DIM)
+    assert constant("AHEAD") == f"SIZE > 1 && MOST < LARGEST_HEAD_DIM ? {decode_step._AHEAD} : 1"
     assert constant("LANES") == f"SIZE == 8 ? {decode_step._LANES} : 16"
     assert constant("MOST_THREADS") == f"SIZE == 1 ? 256 : {decode_step._THREADS[0]}"
