@@ -156,11 +156,11 @@ def test_training_goes_on_bit_for_bit(name: str, precision: str, optimizer: Opti
     assert_same_bits(resumed.state(), whole.state())
 
 
-# The update on the GPU: weights after three steps, and a loss sum that is not the step's own. Muon brings up directions in which
-# the gradient is rounding alone, so its weights agree less.
-@pytest.mark.parametrize(("optimizer", "allowed"), [("adamw", 1e-5), ("muon", 1e-4)])
+# The update on the GPU: weights after three steps, and a loss sum that is not the step's own. A momentum of 0.9 in place of
+# Muon's 0.95 changes the losses by 2e-5.
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("name", LARGE)
-def test_updates_are_the_cpus(name: str, optimizer: Optimizer, allowed: float) -> None:
+def test_updates_are_the_cpus(name: str, optimizer: Optimizer) -> None:
     config, batch = LARGE[name], batch_of(LARGE[name], seed=3)
     engines = (
         engine_on_gpu(config, optimizer=optimizer),
@@ -171,8 +171,8 @@ def test_updates_are_the_cpus(name: str, optimizer: Optimizer, allowed: float) -
         for engine in engines:
             engine.micro_step(batch, scale)
         ours, cpus = (engine.update(AdamW(), 1e-3) for engine in engines)
-        assert error(ours.nll_sums, cpus.nll_sums) <= allowed
-        assert abs(ours.grad_norm / cpus.grad_norm - 1) <= 10 * allowed
+        assert error(ours.nll_sums, cpus.nll_sums) <= 1e-5
+        assert abs(ours.grad_norm / cpus.grad_norm - 1) <= 1e-4
 
 
 # A non-finite gradient must leave the model as it was and be named.
