@@ -18,7 +18,7 @@ from kernels.decoding import Decoding
 from kernels.devices import open_ops
 from kernels.memory import Arena, check_fits, plan, report
 from kernels.model import Transformer
-from kernels.parameters import Parameter, hidden_matrices, initial_weights, named, parameter_table, run_flags
+from kernels.parameters import Matrices, hidden_matrices, initial_weights, named, parameter_table, run_flags
 
 Array = np.ndarray[Any, Any]
 
@@ -105,7 +105,7 @@ class Engine(Decoding):
     def describe(self) -> str:
         """What was chosen, in a line."""
         count = sum(p.size for p in self._table)
-        muons = f"Muon for {sum(p.size for p in self._hidden):,} of " if self._hidden else ""
+        muons = f"Muon for {sum(p.size for p in self._table if p.hidden):,} of " if self._hidden else ""
         return f"{self.ops.describe(self.config)}; {muons}{count:,} parameters"
 
     def plan_report(self) -> str:
@@ -208,14 +208,14 @@ class Engine(Decoding):
             beta1=o.beta1, beta2=o.beta2, eps=o.eps,
             weight_decay=o.weight_decay, grad_clip=o.grad_clip,
         )  # fmt: skip
-        for p in self._hidden:
-            self.ops.muon(*self._muon_arrays(p), norm, lr, weight_decay=o.weight_decay, grad_clip=o.grad_clip)
+        for matrices in self._hidden:
+            self.ops.muon(*self._muon_arrays(matrices), norm, lr, weight_decay=o.weight_decay, grad_clip=o.grad_clip)
 
-    def _muon_arrays(self, p: Parameter) -> list[Array | None]:
-        """Of one matrix: itself, its momentum, its gradient, the copy that products read if there is one, and the scratch."""
-        names, side = ("parameters", "exp_avg", "gradients", "weights"), (min(p.shape),) * 2
-        own = [named(self._flat[name], [p])[p.name] if name in self._flat else None for name in names]
-        scratch = (("muon_x", p.shape), ("muon_gram", side))
+    def _muon_arrays(self, matrices: Matrices) -> list[Array | None]:
+        """Matrices themselves, their momentum, gradient and copy that products read if there is one, and the scratch."""
+        names, (layers, count, m, n) = ("parameters", "exp_avg", "gradients", "weights"), matrices.shape
+        own = [matrices.view(self._flat[name]) if name in self._flat else None for name in names]
+        scratch = (("muon_x", (layers * count, m, n)), ("muon_gram", (layers * count, min(m, n), min(m, n))))
         return own + [self._arena.view(name, shape, i) for name, shape in scratch for i in (0, 1)]
 
     def evaluate(self, batch: Batch) -> Evaluation:

@@ -132,10 +132,10 @@ def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any], storage: 
 
 
 def muon_plan(config: ModelConfig, storage: np.dtype[Any]) -> list[Buffer]:
-    """What Muon makes one matrix's update in: twice the largest matrix, and twice the product of one with itself."""
-    shapes = [p.shape for p in hidden_matrices(config)]
-    largest, side = max(map(math.prod, shapes)), max(map(min, shapes))
-    return [Buffer("muon_x", "muon", (largest,), storage, 2), Buffer("muon_gram", "muon", (side**2,), storage, 2)]
+    """What Muon makes an update in: twice the most matrices that it takes at once, and twice their products with themselves."""
+    shapes = [(layers * count, m, n) for layers, count, m, n in (matrices.shape for matrices in hidden_matrices(config))]
+    sizes = {"muon_x": max(map(math.prod, shapes)), "muon_gram": max(count * min(m, n) ** 2 for count, m, n in shapes)}
+    return [Buffer(name, "muon", (size,), storage, 2) for name, size in sizes.items()]
 
 
 def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtype[Any]) -> list[Buffer]:

@@ -2,7 +2,8 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,25 @@ class Parameter:
     def runs(self) -> int:
         """Runs of RUN elements that the tensor takes up."""
         return -(-self.size // RUN)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Matrices (m, n) that Muon updates at once: `shape` is (layers, count, m, n), those of a layer lie side by side.
+
+    Layers are `stride` elements of a flat array apart; the first of them begins at `first`, its matrices `begin` behind that.
+    """
+
+    shape: tuple[int, int, int, int]
+    first: int
+    stride: int
+    begin: int
+
+    def view(self, flat: Array) -> Array:
+        """Them in a flat array."""
+        layers, *matrices = self.shape
+        blocks = flat[self.first : self.first + layers * self.stride].reshape(layers, self.stride)
+        return blocks[:, self.begin : self.begin + math.prod(matrices)].reshape(self.shape)
 
 
 def parameter_table(config: ModelConfig) -> list[Parameter]:
@@ -111,8 +131,8 @@ def run_flags(table: list[Parameter], optimizer: Optimizer) -> NDArray[np.uint8]
     return flags
 
 
-def hidden_matrices(config: ModelConfig) -> list[Parameter]:
-    """What Muon updates, matrix by matrix: the hidden parameters, but queries, keys, values, gate and up each apart.
+def hidden_matrices(config: ModelConfig) -> list[Matrices]:
+    """What Muon updates: the hidden parameters, where queries, keys, values, gate and up are matrices of their own.
 
     The singular values of a stack are those of no map that the model applies: what makes them equal would trade the size of, say,
     the values for that of the queries.
@@ -120,13 +140,14 @@ def hidden_matrices(config: ModelConfig) -> list[Parameter]:
     c = config
     kv = c.kv_heads * c.head_dim
     stacks = {"qkv": (c.dim, kv, kv), "up": (c.ffn, c.ffn) if c.mlp == "swiglu" else (c.ffn,)}
-    found = []
-    for p in filter(lambda p: p.hidden, parameter_table(config)):
-        first, width = 0, p.shape[1]
-        for rows in stacks.get(p.name.split(".")[2], p.shape[:1]):
-            name, offset = f"{p.name}[{first}:{first + rows}]", p.offset + first * width
-            found.append(replace(p, name=name, shape=(rows, width), offset=offset))
-            first += rows
+    blocks = [p for p in parameter_table(config) if p.name.startswith("blocks.")]
+    first, stride, found = blocks[0].offset, sum(p.runs for p in blocks) * RUN // c.layers, []
+    for p in filter(lambda p: p.hidden, blocks[: len(blocks) // c.layers]):
+        begin, width = p.offset - first, p.shape[1]
+        for rows, alike in groupby(stacks.get(p.name.split(".")[2], p.shape[:1])):
+            count = len(list(alike))
+            found.append(Matrices((c.layers, count, rows, width), first, stride, begin))
+            begin += count * rows * width
     return found
 
 

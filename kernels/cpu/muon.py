@@ -32,9 +32,10 @@ def muon(
     weight_decay: float,
     grad_clip: float,
 ) -> None:
-    """One update of one matrix (m, n) with decoupled weight decay, the gradient clipped on the way.
+    """One update of matrices (m, n) with decoupled weight decay, the gradient clipped on the way.
 
-    Where grad_norm is not finite nothing but the scratch changes. Otherwise, with mu = MOMENTUM and a, b, c = COEFFICIENTS:
+    Where grad_norm is not finite nothing but the scratch changes. Otherwise, with mu = MOMENTUM and a, b, c = COEFFICIENTS,
+    for each matrix by itself:
 
         g       = grads * min(1, grad_clip / grad_norm)             (no clipping where grad_clip is 0)
         exp_avg = mu * exp_avg + (1 - mu) * g
@@ -49,11 +50,11 @@ def muon(
     Where m > n, G = x^T x, the smaller one, multiplies from the right; that is the same.
 
     Args:
-        params, exp_avg: (m, n), updated.
-        grads:     (m, n).
-        copy:      (m, n), overwritten: the weights as products read them; None where they read params itself.
-        x, spare:  (m, n), scratch.
-        gram, square: (k, k), k = min(m, n), scratch.
+        params, exp_avg: (layers, count, m, n), updated; here and below layers may lie apart.
+        grads:     (layers, count, m, n).
+        copy:      (layers, count, m, n), overwritten: the weights as products read them; None where they read params itself.
+        x, spare:  (layers * count, m, n), scratch.
+        gram, square: (layers * count, k, k), k = min(m, n), scratch.
         grad_norm: () fp64, the norm of the gradient of all parameters.
         lr:        () fp64, the learning rate of this update.
 
@@ -62,13 +63,16 @@ def muon(
     if not np.isfinite(grad_norm):
         return
     clip = min(1.0, grad_clip / float(grad_norm)) if grad_clip > 0 and grad_norm > 0 else 1.0
-    squares = _look_ahead(exp_avg, x, grads, np.array([clip, MOMENTUM, 1 - MOMENTUM], x.dtype))
-    x *= 1 / np.sqrt(squares) if squares > 0 else 0
-    for _ in range(ITERATIONS):
-        iterate(spare, gram, square, x)
-        x, spare = spare, x
-    rate = lr * SCALE * np.sqrt(max(params.shape))
-    _apply(params, x, np.array([1 - lr * weight_decay, rate], params.dtype))
+    gradient = np.array([clip, MOMENTUM, 1 - MOMENTUM], x.dtype)
+    step = np.array([1 - lr * weight_decay, lr * SCALE * np.sqrt(max(params.shape[2:]))], params.dtype)
+    for place in np.ndindex(params.shape[:2]):
+        old, new = x[0], spare[0]  # all in the same scratch, which stays in the cache
+        squares = _look_ahead(exp_avg[place], old, grads[place], gradient)
+        old *= 1 / np.sqrt(squares) if squares > 0 else 0
+        for _ in range(ITERATIONS):
+            iterate(new, gram[0], square[0], old)
+            old, new = new, old
+        _apply(params[place], old, step)
     if copy is not None:
         copy[...] = params
 

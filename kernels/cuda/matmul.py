@@ -37,7 +37,7 @@ def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = 
         epilogue = "" if bias is None else "bias"
         cublaslt.multiply(device, out, inp, weight, False, True, False, device.precision, epilogue, bias)
     else:
-        _multiply(device, out, inp, weight, transpose_b=True)
+        multiply(device, out, inp, weight, transpose_b=True)
         if bias is not None:
             bias_forward(device, out, out, bias)
 
@@ -52,20 +52,23 @@ def matmul_backward(
 
 def weight_gradient(device: Device, dweight: Any, dout: Any, inp: Any, add: bool) -> None:
     """dweight = dout^T @ inp, or += where `add`: matmul_backward's first half."""
-    _multiply(device, dweight, dout, inp, transpose_a=True, accumulate=add)
+    multiply(device, dweight, dout, inp, transpose_a=True, accumulate=add)
 
 
 def input_gradient(device: Device, dinp: Any, dout: Any, weight: Any, add: bool) -> None:
     """dinp = dout @ weight, or += where `add`: its second half."""
-    _multiply(device, dinp, dout, weight, accumulate=add)
+    multiply(device, dinp, dout, weight, accumulate=add)
 
 
-def _multiply(
+def multiply(
     device: Device, out: Any, a: Any, b: Any, *, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False
 ) -> None:
-    """out (m, n) (+)= op(a) @ op(b)."""
+    """out (m, n) (+)= op(a) @ op(b); or, all three with one more extent in front, that many such products."""
     if device.matmul == "cublaslt":
         cublaslt.multiply(device, out, a, b, transpose_a, transpose_b, accumulate, device.precision)
+    elif out.ndim == 3:
+        for matrices in zip(out, a, b, strict=True):
+            multiply_own(device, *matrices, transpose_a, transpose_b, accumulate)
     else:
         multiply_own(device, out, a, b, transpose_a, transpose_b, accumulate)
 

@@ -5,7 +5,7 @@ import math
 from kernels.cpu.muon import COEFFICIENTS, ITERATIONS, MOMENTUM, SCALE
 from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
-from kernels.cuda.matmul import input_gradient, matmul_forward, weight_gradient
+from kernels.cuda.matmul import multiply
 
 _MOMENTUM = Kernel("muon.cu", "muon_momentum", ((),))
 _BEGIN = Kernel("muon.cu", "muon_begin", ((FLOAT,), (BF16,)))
@@ -33,38 +33,33 @@ def muon(
     """See kernels.cpu.muon.muon; the scratch and the copy are of T, the others fp32.
 
     Precision: momentum and parameters in fp32; x, gram and square are rounded to T, their products are those of the op matmul.
-    Cost: ITERATIONS * (4 * m * n + 2 * k^2) * k operations, k = min(m, n); workspace of 4 bytes a 4,096 elements.
+    Cost: ITERATIONS * (4 * m * n + 2 * k^2) * k operations a matrix, k = min(m, n); 23 launches, those of our own products one by
+        one; workspace of 4 bytes a 4,096 elements.
     """
-    size, kind = params.size, (x.dtype,)
+    layers, count, m, n = params.shape
+    size, kind, flat = m * n, (x.dtype,), [array for array in (params, exp_avg, grads, copy) if array is not None]
+    (stride,) = {array.strides[0] // array.itemsize for array in flat}
     assert size + _CHUNK < 2**31, f"muon: a matrix of {size} elements"
-    chunks = -(-size // _CHUNK)
-    (partial,) = device.workspace(((chunks,), FLOAT))
-    device.launch(
-        _MOMENTUM, (), chunks, _BLOCK,
-        exp_avg=exp_avg, partial=partial, grads=grads, grad_norm=grad_norm, size=size, momentum=MOMENTUM, grad_clip=grad_clip,
-    )  # fmt: skip
-    device.launch(
-        _BEGIN, kind, chunks, _BLOCK, x=x, exp_avg=exp_avg, grads=grads, partial=partial, grad_norm=grad_norm, size=size,
-        chunks=chunks, momentum=MOMENTUM, grad_clip=grad_clip,
-    )  # fmt: skip
+    grid = (-(-size // _CHUNK), count, layers)
+    (partial,) = device.workspace((grid, FLOAT))
+    place = {"grad_norm": grad_norm, "size": size, "stride": stride}
+    gradient = {"exp_avg": exp_avg[0], "grads": grads[0], "partial": partial, "momentum": MOMENTUM, "grad_clip": grad_clip}
+    device.launch(_MOMENTUM, (), grid, _BLOCK, **gradient, **place)
+    device.launch(_BEGIN, kind, grid, _BLOCK, x=x, **gradient, **place)
     for _ in range(ITERATIONS):
         iterate(device, spare, gram, square, x)
         x, spare = spare, x
     device.launch(
-        _APPLY, kind, chunks, _BLOCK, params=params, copy=copy, x=x, grad_norm=grad_norm, lr=lr, size=size,
-        scale=SCALE * math.sqrt(max(params.shape)), weight_decay=weight_decay,
+        _APPLY, kind, grid, _BLOCK, params=params[0], copy=None if copy is None else copy[0], x=x, lr=lr,
+        scale=SCALE * math.sqrt(max(m, n)), weight_decay=weight_decay, **place,
     )  # fmt: skip
 
 
 def iterate(device: Device, out: Array, gram: Array, square: Array, x: Array) -> None:
-    """See kernels.cpu.muon.iterate."""
-    tall, side = x.shape[0] > x.shape[1], len(gram)
-    if tall:
-        weight_gradient(device, gram, x, x, add=False)
-    else:
-        matmul_forward(device, gram, x, x)
-    input_gradient(device, square, gram, gram, add=False)
+    """See kernels.cpu.muon.iterate; of all matrices, (matrices, m, n)."""
+    (matrices, m, n), side = x.shape, gram.shape[1]
+    multiply(device, gram, x, x, transpose_a=m > n, transpose_b=m <= n)
+    multiply(device, square, gram, gram)
     a, b, c = COEFFICIENTS
-    device.launch(_POLYNOMIAL, (x.dtype,), side, _BLOCK, square=square, gram=gram, side=side, a=a, b=b, c=c)
-    left, right = (x, square) if tall else (square, x)
-    input_gradient(device, out, left, right, add=False)
+    device.launch(_POLYNOMIAL, (x.dtype,), (side, matrices), _BLOCK, square=square, gram=gram, side=side, a=a, b=b, c=c)
+    multiply(device, out, *((x, square) if m > n else (square, x)))

@@ -132,8 +132,9 @@ def test_bf16_gradients(size: str, name: str, numerics: dict[str, Any]) -> None:
 
 # A captured step that keeps an old learning rate, batch or loss weight; accumulation over micro-batches; a resumed run. With
 # Muon: a norm that the host waits for, which no graph holds, and a momentum that is not saved.
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "optimizer"), [("fp32", "adamw"), ("tf32", "adamw"), ("bf16", "adamw"), ("bf16", "muon")]
+)
 @pytest.mark.parametrize("name", LARGE)
 def test_training_goes_on_bit_for_bit(name: str, precision: str, optimizer: Optimizer) -> None:
     config = LARGE[name]
@@ -158,8 +159,7 @@ def test_training_goes_on_bit_for_bit(name: str, precision: str, optimizer: Opti
 
 # The update on the GPU: weights after three steps, and a loss sum that is not the step's own. A momentum of 0.9 in place of
 # Muon's 0.95 changes the losses by 2e-5.
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(("name", "optimizer"), [("euler", "adamw"), ("gpt2", "adamw"), ("euler", "muon")])
 def test_updates_are_the_cpus(name: str, optimizer: Optimizer) -> None:
     config, batch = LARGE[name], batch_of(LARGE[name], seed=3)
     engines = (

@@ -1,4 +1,4 @@
-"""Muon: the iteration, one matrix's update, which matrices get it, and an engine that trains with it."""
+"""Muon: the iteration, an update, which matrices get it, and an engine that trains with it."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from kernels.config import Numerics, Optimizer
 from kernels.cpu.muon import ITERATIONS, MOMENTUM, SCALE, iterate, muon
 from kernels.engine import AdamW, Engine
 from kernels.memory import memory_plan
-from kernels.parameters import CLEARED, DECAYS, MUON, RUN, flat_size, hidden_matrices, named, parameter_table, run_flags
+from kernels.parameters import CLEARED, DECAYS, MUON, RUN, Matrices, flat_size, hidden_matrices, named, parameter_table, run_flags
 from tests.compare import Array, Arrays, assert_repeats, assert_same_bits, assert_within, normal, single, unwritten
 from tests.gradient_check import MODELS, make_problem
 
@@ -27,9 +27,10 @@ def matrix(m: int, n: int, least: float = 0.02) -> tuple[Array, Array]:
 
 
 def scratch(like: Array) -> tuple[Array, Array, Array, Array]:
-    """What an update computes in."""
-    side = (min(like.shape),) * 2
-    return unwritten(like), unwritten(like), unwritten(like, *side), unwritten(like, *side)
+    """What an update of matrices (.., m, n) computes in."""
+    shape = (like[..., 0, 0].size, *like.shape[-2:])
+    square = (shape[0], min(shape[1:]), min(shape[1:]))
+    return unwritten(like, *shape), unwritten(like, *shape), unwritten(like, *square), unwritten(like, *square)
 
 
 # A coefficient, a sign or a factor that is another: singular values that stay, run away or settle elsewhere; a product from the
@@ -38,7 +39,7 @@ def scratch(like: Array) -> tuple[Array, Array, Array, Array]:
 def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
     x, orthogonal = matrix(*shape)
     x /= np.linalg.norm(x)
-    spare, _, gram, square = scratch(x)
+    spare, _, gram, square = (array[0] for array in scratch(x))
     for _ in range(ITERATIONS):
         iterate(spare, gram, square, x)
         x, spare = spare, x
@@ -56,11 +57,13 @@ def inputs(m: int, n: int) -> Arrays:
 
 
 def run(a: Arrays, **constants: float) -> Arrays:
-    """One update of copies."""
-    params, exp_avg, grads = (a[name].copy() for name in ("params", "exp_avg", "grads"))
-    copy, norm, lr = np.full(params.shape, np.nan, np.float32), a["grad_norm"].astype(np.float64), a["lr"].astype(np.float64)
+    """One update of copies: of a matrix, or of (layers, count, m, n)."""
+    shape = a["params"].shape
+    arrays = {name: a[name].copy() for name in ("params", "exp_avg", "grads")} | {"copy": np.full(shape, np.nan, np.float32)}
+    norm, lr = a["grad_norm"].astype(np.float64), a["lr"].astype(np.float64)
+    params, exp_avg, grads, copy = (array.reshape((1, 1, *shape)[-4:]) for array in arrays.values())
     muon(params, exp_avg, grads, copy, *scratch(params), norm, lr, **{**CONSTANTS, **constants})
-    return {"params": params, "exp_avg": exp_avg, "grads": grads, "copy": copy}
+    return arrays
 
 
 def written(a: Arrays, clip: float = 1.0, weight_decay: float = 0.1) -> Arrays:
@@ -124,26 +127,45 @@ def test_same_bits_again_and_on_one_thread(shape: tuple[int, int]) -> None:
     assert_repeats(run, single(inputs(*shape)))
 
 
+# A scale of another matrix, scratch that one leaves to the next, a layer taken from where it would be if they lay side by side.
+def test_matrices_are_updated_each_by_itself() -> None:
+    m, n, rng = 17, 30, np.random.default_rng(0)
+    place = Matrices((3, 2, m, n), first=4, stride=2 * m * n + 7, begin=5)
+    flat = {name: normal(rng, 4 + 3 * place.stride) for name in ("params", "exp_avg", "grads")}
+    views = {name: place.view(array) * np.geomspace(1, 1e4, 6).reshape(3, 2, 1, 1) for name, array in flat.items()}
+    scalars = {"grad_norm": np.array(0.5), "lr": np.array(1e-2)}
+    got = run({**views, **scalars})
+    for layer, i in np.ndindex(3, 2):
+        alone = run({name: array[layer, i] for name, array in views.items()} | scalars)
+        assert_same_bits({name: array[layer, i] for name, array in got.items()}, alone)
+    for name in flat:
+        place.view(flat[name])[...] = views[name]
+    before, (params, exp_avg, grads) = flat["params"].copy(), (place.view(array) for array in flat.values())
+    muon(params, exp_avg, grads, None, *scratch(params), np.array(0.5), np.array(1e-2), **CONSTANTS)
+    place.view(before)[...] = got["params"]
+    assert_same_bits({"params": flat["params"]}, {"params": before})
+
+
 # A matrix that is left out, an embedding or head that is not, a stack turned as one, rows that two matrices share.
 @NAMES
 def test_which_matrices(name: str) -> None:
     config, table = MODELS[name], parameter_table(MODELS[name])
     counts = {"qkv": 3, "proj": 1, "up": 2 if config.mlp == "swiglu" else 1, "down": 1}
     found, flat = hidden_matrices(config), np.zeros(flat_size(table), np.int32)
-    for p in found:
-        named(flat, [p])[p.name][...] += 1
+    for number, matrices in enumerate(found):
+        for layer, i in np.ndindex(matrices.shape[:2]):
+            matrices.view(flat)[layer, i] += 1000 + 100 * number + 10 * layer + i
     for p in table:
         part = p.name.split(".")[-2]
         hidden = p.name.startswith("blocks.") and part in counts and p.name.endswith("weight")
-        assert (named(flat, [p])[p.name] == hidden).all(), p.name
-        assert sum(q.name.startswith(f"{p.name}[") for q in found) == (counts[part] if hidden else 0)
+        rows = named(flat, [p])[p.name].reshape(p.shape[0], -1)
+        assert (rows == rows[:, :1]).all() and ((rows // 1000) == hidden).all(), p.name
+        assert not hidden or len(np.unique(rows)) == counts[part]
         flags = [run_flags(table, optimizer)[p.offset // RUN : p.offset // RUN + p.runs] for optimizer in ("adamw", "muon")]
         assert (flags[0] == DECAYS * (len(p.shape) > 1) + CLEARED * (not p.product)).all()
         assert (flags[1] == flags[0] + MUON * hidden).all()
-    shapes = {p.name: p.shape for p in found}
-    query, heads = shapes[f"blocks.1.qkv.weight[0:{config.dim}]"], config.kv_heads * config.head_dim
-    assert query == (config.dim, config.dim)
-    assert shapes[f"blocks.1.qkv.weight[{config.dim}:{config.dim + heads}]"] == (heads, config.dim)
+    keys = named(flat, table)["blocks.1.qkv.weight"][config.dim : config.dim + config.kv_heads * config.head_dim, 0]
+    assert len(np.unique(keys)) == 1 and (named(flat, table)["blocks.0.qkv.weight"] != keys[0]).all()
 
 
 def make(name: str, optimizer: Optimizer, **kind: Any) -> Engine:
@@ -176,13 +198,15 @@ def test_each_parameter_by_its_optimizer(name: str) -> None:
     flat = np.zeros(flat_size(table))
     for p in table:
         named(flat, [p])[p.name][...] = grads[p.name]
-    for p in hidden_matrices(config):
-        params, exp_avg, exp_avg_sq = (named(states[1][key], [p])[p.name] for key in ("parameters", "exp_avg", "exp_avg_sq"))
-        a = {"params": named(start["parameters"], [p])[p.name], "grads": named(flat, [p])[p.name], "lr": np.array(1e-2)}
-        expected = written({**a, "exp_avg": np.zeros(p.shape)}, clip=min(1.0, 1 / norm))
-        # Gradients of few positions have singular values of 0, which an iteration multiplies, with their rounding, by 3.4.
-        assert_within(p.name, params, expected["params"], 1e-9)
-        assert_within(p.name, exp_avg, expected["exp_avg"], 1e-14)
+    for matrices in hidden_matrices(config):
+        params, exp_avg, exp_avg_sq = (matrices.view(states[1][key]) for key in ("parameters", "exp_avg", "exp_avg_sq"))
+        before_them, grads_of_them = matrices.view(start["parameters"]), matrices.view(flat)
+        for i in np.ndindex(params.shape[:2]):
+            a = {"params": before_them[i], "grads": grads_of_them[i], "lr": np.array(1e-2)}
+            expected = written({**a, "exp_avg": np.zeros(params.shape[2:])}, clip=min(1.0, 1 / norm))
+            # Gradients of few positions have singular values of 0, which an iteration multiplies, with their rounding, by 3.4.
+            assert_within(f"{matrices} {i}", params[i], expected["params"], 1e-9)
+            assert_within(f"{matrices} {i}", exp_avg[i], expected["exp_avg"], 1e-14)
         assert not exp_avg_sq.any()
 
 
@@ -205,7 +229,7 @@ def test_default_is_adamw(name: str) -> None:
     assert "Muon" not in plain.describe()
 
 
-# Scratch that is too small for the largest matrix, taken in a step instead of before, or missing from what the plan tells.
+# Scratch that is too small for the most matrices at once, taken in a step instead of before, or missing from what the plan tells.
 @NAMES
 def test_plan_counts_the_scratch(name: str) -> None:
     config = MODELS[name]
