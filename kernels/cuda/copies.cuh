@@ -9,11 +9,17 @@ inline void copy_async(unsigned shared, const void* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
 }
 
-// The same of what is read once: the second-level cache gives it up before anything else.
-inline void copy_async_once(unsigned shared, const void* global, bool valid) {
-    asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-                 "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, policy;\n}" ::"r"(shared),
-                 "l"(global), "r"(valid ? 16 : 0)
+// A policy for what is read once: the second-level cache gives it up before anything else.
+inline unsigned long long evict_first() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// copy_async with such a policy.
+inline void copy_async_once(unsigned shared, const void* global, bool valid, unsigned long long policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0),
+                 "l"(policy)
                  : "memory");
 }
 

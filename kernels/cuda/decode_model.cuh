@@ -1,192 +1,229 @@
-// What decode_step.cu computes with: the model's tensors, the products in their order, and the stream of their weights.
+// The products of decode_step.cu: how blocks and warps share them out, and where their weights wait in shared memory.
+//
+//     out[r, n] = sum over k of x[r, k] w[n, k]
+//
+// A tile is 8 outputs, the right factor of a tensor-core product, whose left one is the few rows beneath rows of zeros; a step is 32
+// inputs of a tile, two such products and 16 bytes of weights a lane. A block has every BLOCKS-th tile. Its items, a tile's share
+// of the steps, are a warp's each; a tile's sums are added up in shared memory, in the order of their items.
 #pragma once
 
 #include "copies.cuh"
-#include "vectors.cuh"
+#include "hopper.cuh"
 
-// The products of a layer, and the one behind all layers.
-enum Product { QKV, PROJ, UP, DOWN, HEAD, PRODUCTS };
-constexpr int OF_LAYER = 4;
+constexpr int WARPS = 12, THREADS = WARPS * WARP;
+constexpr int TILE = 8, PAIRS = TILE / 2, STEP = 32;
+constexpr int VECTOR = 8, COLUMNS = STEP / VECTOR;  // of a step a lane has 16 bytes of a row: lane / COLUMNS is mma.cuh's g, the rest t
 
-// As decode_step.cu's block of comments names them. Tensors of a layer are the first layer's; `stride` elements further lie those
-// of the next, in the weights (T) as in the parameters (float).
-template <typename T>
+// The products of a layer.
+enum Which { QKV, PROJ, UP, DOWN, PRODUCTS };
+
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int parts(int whole, int part) { return (whole + part - 1) / part; }
+
+template <int BLOCKS_, int DIM_, int HEADS_, int KV_HEADS_, int HEAD_DIM_, int FFN_, bool ROPE_, bool GATED_>
 struct Model {
-    const float *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias, *norm_weight, *norm_bias;
-    const T *qkv_weight, *qkv_bias, *proj_weight, *proj_bias, *up_weight, *up_bias, *down_weight, *down_bias, *head_weight;
-    long long stride;
-    int layers;
+    static constexpr int BLOCKS = BLOCKS_, DIM = DIM_, HEADS = HEADS_, KV_HEADS = KV_HEADS_, HEAD_DIM = HEAD_DIM_, FFN = FFN_;
+    static constexpr int WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;  // of qkv
+    static constexpr bool ROPE = ROPE_, GATED = GATED_;
+};
 
-    int last() const { return layers * OF_LAYER; }
-    int product(int index) const { return index == last() ? (int)HEAD : index % OF_LAYER; }
+// A row of inputs, or of weights, in shared memory: 64 bytes further than the one before, modulo 128, as no two of 8 lanes then share
+// a bank.
+template <int INPUTS>
+constexpr int ROW_STRIDE = parts(INPUTS, 64) * 64 + 32;
 
-    // The tensor of the index-th product, null where there is none.
-    template <typename E>
-    const E* of(int index, const E* qkv, const E* proj, const E* up, const E* down, const E* head) const {
-        const int which = product(index);
-        if (which == HEAD) return head;
-        const E* const first = which == QKV ? qkv : which == PROJ ? proj : which == UP ? up : down;
-        return first ? first + index / OF_LAYER * stride : nullptr;
+// Outputs come in pairs, DISTANCE apart: neighbours, or what SwiGLU or RoPE puts together. A tile is PAIRS neighbouring pairs.
+template <typename M, int WHICH>
+struct Product {
+    static constexpr int OUTPUTS = WHICH == QKV ? M::WIDTH : WHICH == UP ? (M::GATED ? 2 : 1) * M::FFN : M::DIM;
+    static constexpr int INPUTS = WHICH == DOWN ? M::FFN : M::DIM;
+    static constexpr int DISTANCE = WHICH == QKV && M::ROPE ? M::HEAD_DIM / 2 : WHICH == UP && M::GATED ? M::FFN : 1;
+    static constexpr int TILES = OUTPUTS / TILE, MOST = parts(TILES, M::BLOCKS);  // MOST: of a block
+    static constexpr int STEPS = parts(INPUTS, STEP), OF_ITEM = parts(STEPS, larger(1, smaller(WARPS / MOST, STEPS)));
+    static constexpr int SPLITS = parts(STEPS, OF_ITEM), ITEMS = MOST * SPLITS, BYTES = MOST * TILE * ROW_STRIDE<INPUTS> * 2;
+    static constexpr bool EVEN = INPUTS % STEP == 0 && STEPS % SPLITS == 0;  // all items have the same work
+    static_assert(OUTPUTS % (2 * DISTANCE) == 0 && OUTPUTS % TILE == 0 && INPUTS % VECTOR == 0);
+
+    static int tiles() { return (int)blockIdx.x < TILES ? (TILES - 1 - (int)blockIdx.x) / M::BLOCKS + 1 : 0; }  // of this block
+    // The first output of a pair of the block's i-th tile.
+    static int first(int i, int pair) {
+        const int p = (blockIdx.x + i * M::BLOCKS) * PAIRS + pair;
+        return p + p / DISTANCE * DISTANCE;
     }
-    const T* weight(int index) const { return of(index, qkv_weight, proj_weight, up_weight, down_weight, head_weight); }
-    const T* bias(int index) const { return of<T>(index, qkv_bias, proj_bias, up_bias, down_bias, nullptr); }
-    const float* scale(int index) const { return of<float>(index, norm1_weight, nullptr, norm2_weight, nullptr, norm_weight); }
-    const float* shift(int index) const { return of<float>(index, norm1_bias, nullptr, norm2_bias, nullptr, norm_bias); }
-};
-
-// x / by without a division, which takes some 50 ns, much of a short phase: the upper half of the product with 2^32 / by, rounded up.
-// Exact for x * by < 2^32.
-struct Divisor {
-    unsigned inverse;  // 0 is 2^32, of 1
-
-    void set(int by) { inverse = 0xffffffffu / by + 1; }
-    int quotient(int x) const { return inverse ? (int)__umulhi(x, inverse) : x; }
-};
-
-// How a block shares out one product. Its units are pairs of outputs, `distance` apart: neighbours, or what SwiGLU or RoPE puts
-// together; unit u is pair blockIdx.x + u * gridDim.x. An item, a warp's work, is one of `splits` interleaved shares of the inputs of
-// a unit. Where there is more than one, a block's items are no more than its warps.
-struct Shape {
-    int outputs, inputs, distance, units, splits, items, stages;
-    Divisor by_distance;
-
-    // size: elements of a vector. stages: vectors of an item that a lane has of either output.
-    void set(int outputs_, int inputs_, int distance_, int size) {
-        outputs = outputs_, inputs = inputs_, distance = distance_;
-        const int blocks = gridDim.x, block = blockIdx.x, warps = blockDim.x / WARP;
-        const int pairs = (outputs + 2 * distance - 1) / (2 * distance) * distance;
-        const int vectors = (inputs + size * WARP - 1) / (size * WARP);  // of a lane
-        by_distance.set(distance);
-        units = pairs > block ? (pairs - 1 - block) / blocks + 1 : 0;
-        splits = max(1, min(warps / ((pairs + blocks - 1) / blocks), vectors));
-        items = units * splits;
-        stages = (vectors + splits - 1) / splits;
+    // Where a pair's first or second output stands within its tile.
+    static constexpr int place(int pair, int second) { return DISTANCE == 1 ? 2 * pair + second : pair + second * PAIRS; }
+    static int output(int i, int place) {
+        const int pair = DISTANCE == 1 ? place / 2 : place % PAIRS, second = DISTANCE == 1 ? place % 2 : place / PAIRS;
+        return first(i, pair) + second * DISTANCE;
     }
-    int pair(int unit) const { return blockIdx.x + unit * gridDim.x; }
-    int first(int unit) const { return pair(unit) + by_distance.quotient(pair(unit)) * distance; }
-    int second(int unit) const { return min(first(unit) + distance, outputs - 1); }  // beyond the last it is the last again
 };
 
-// A warp's first item of a product, and where its weights begin, of the first layer if it is a layer's; null where it has none. Of a
-// later item, which there is only where an item is a unit, the unit is as much further as the item.
-template <typename T>
-struct Begin {
-    const T* row[2];
-    int unit, split;
+// The head's steps come in groups; a place is what holds one of each warp.
+template <typename M>
+struct HeadSteps {
+    static constexpr int STEPS = parts(M::DIM, STEP), GROUP = STEPS % 4 == 0 ? 4 : STEPS % 2 == 0 ? 2 : 1, GROUPS = STEPS / GROUP;
+    static constexpr int PLACE = WARPS * GROUP * WARP * 16;
 };
 
-// The weights of a warp's items, of all products one after the other, DEPTH stages ahead of their use, whatever the phase.
-// A lane copies into shared memory what it will itself read, so that warps need not meet.
-template <typename T, int SIZE>
-struct WeightStream {
-    static constexpr int DEPTH = 8;  // not tuned; a stage of 512 threads is 16 KB
+// Shared memory, in bytes. The n-th product's weights wait in region n % REGIONS: of the next REGIONS - 1 products they come while
+// one is computed.
+template <typename M, int ROWS, int REGIONS>
+struct Memory {
+    template <int WHICH>
+    static constexpr int in_region(int region) { return WHICH % REGIONS == region ? Product<M, WHICH>::BYTES : 0; }
+    static constexpr int region(int i) {
+        return larger(larger(in_region<QKV>(i), in_region<PROJ>(i)), larger(in_region<UP>(i), in_region<DOWN>(i)));
+    }
+    static constexpr int begin(int which) {
+        int at = 0;
+        for (int i = 0; i < which % REGIONS; i++) at += region(i);
+        return at;
+    }
+    static constexpr int ITEMS = larger(larger(Product<M, QKV>::ITEMS, Product<M, PROJ>::ITEMS),
+                                        larger(Product<M, UP>::ITEMS, Product<M, DOWN>::ITEMS));
+    static constexpr int WEIGHTS = larger(begin(REGIONS - 1) + region(REGIONS - 1), HeadSteps<M>::PLACE), SUMS = ITEMS * ROWS * TILE * 4;
+};
 
-    const Model<T>& model;
-    const Shape* shapes;
-    Begin<T>* begin;  // [PRODUCTS], this warp's
-    T* ring;          // [DEPTH][2][threads] vectors
-    int slot, owed;   // of the oldest stage, and how many places before it are free
-    int index, item;  // of what is copied next; index is the last one's successor when there is nothing more
-    int left, i;      // stages of the item, the lane's element
-    const T* row[2];
+template <typename M, int ROWS>
+constexpr int ROWS_BYTES = ROWS * ROW_STRIDE<larger(M::DIM, M::FFN)> * 2;
 
-    // begins: [PRODUCTS] of each warp, made here.
-    WeightStream(const Model<T>& model_, const Shape* shapes_, Begin<T>* begins, T* ring_)
-        : model(model_), shapes(shapes_), begin(begins + threadIdx.x / WARP * PRODUCTS), ring(ring_ + threadIdx.x * SIZE), slot(0),
-          owed(DEPTH), index(-1), item(threadIdx.x / WARP) {
-        if (threadIdx.x % WARP < PRODUCTS) {  // a lane each, once: what the divisions take is not paid in each layer
-            find(threadIdx.x % WARP);
+// Start to copy the block's rows of weights of a product, all threads: on Hopper the copy engine takes a row at a time, at the request
+// of the last warp, so that the others' loads need not queue behind the rows; and `barrier` counts what has come.
+template <typename P>
+void fetch_weights(unsigned char* region, const bf16* weight, unsigned barrier, unsigned long long policy) {
+    constexpr int STRIDE = ROW_STRIDE<P::INPUTS> * 2, OF_ROW = P::INPUTS / VECTOR;
+    const int rows = P::tiles() * TILE;
+    const auto row = [&](int r) { return weight + (long long)P::output(r / TILE, r % TILE) * P::INPUTS; };
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x / WARP < WARPS - 1) return;
+    const int lane = threadIdx.x % WARP;
+    if (lane == 0) arrive_expecting(barrier, rows * P::INPUTS * 2);
+    __syncwarp();  // what comes is expected before it does
+    for (int r = lane; r < rows; r += WARP) load_bytes_once(shared_address(region) + r * STRIDE, row(r), P::INPUTS * 2, barrier, policy);
+#else
+    for (int i = threadIdx.x; i < rows * OF_ROW; i += THREADS) {
+        const int r = i / OF_ROW, vector = i % OF_ROW;
+        copy_async_once(shared_address(region) + r * STRIDE + vector * 16, row(r) + vector * VECTOR, true, policy);
+    }
+    commit_copies();
+#endif
+}
+
+// Until all that was fetched has come but, where copies are counted by groups, the last PENDING times. __syncthreads must follow.
+template <int PENDING>
+void await_weights(unsigned barrier, int parity) {
+#if __CUDA_ARCH__ >= 900
+    wait(barrier, parity);
+#else
+    wait_copies<PENDING>();
+#endif
+}
+
+inline uint4 vector_at(const bf16* address) { return *reinterpret_cast<const uint4*>(address); }
+
+// c += x w of one step, in two sums that do not wait for each other. x: the lane's row of the block's inputs, if it has one.
+inline void multiply_step(float (&c)[2][4], const uint4& w, const uint4& x) {
+    const unsigned low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
+    multiply_add(c[0], low, w.x, w.y);
+    multiply_add(c[1], high, w.z, w.w);
+}
+
+// sums [ITEMS][ROWS][TILE] = the items' sums, of rows [ROWS][ROW_STRIDE]. The warps have waited for their weights.
+template <typename P, int ROWS>
+void multiply(float* sums, const unsigned char* region, const bf16* rows) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / COLUMNS, tiles = P::tiles();
+#pragma unroll
+    for (int first = 0; first < P::ITEMS; first += WARPS) {
+        const int item = first + warp, step = item % P::SPLITS * P::OF_ITEM, at = step * STEP + lane % COLUMNS * VECTOR;
+        if (item / P::SPLITS >= tiles) break;
+        const bf16* const w = reinterpret_cast<const bf16*>(region) + (item / P::SPLITS * TILE + row) * ROW_STRIDE<P::INPUTS> + at;
+        const bf16* const x = rows + row * ROW_STRIDE<P::INPUTS> + at;
+        const uint4 zeros = make_uint4(0, 0, 0, 0);
+        float c[2][4] = {};
+#pragma unroll 4  // more would take too many registers of wide models
+        for (int s = 0; s < P::OF_ITEM; s++) {
+            const bool within = P::EVEN || at + s * STEP < P::INPUTS;
+            multiply_step(c, within ? vector_at(w + s * STEP) : zeros, within && row < ROWS ? vector_at(x + s * STEP) : zeros);
         }
-        __syncwarp();
-        next_product();
-        refill();
+        if (row < ROWS)
+            *reinterpret_cast<float2*>(sums + (item * ROWS + row) * TILE + lane % COLUMNS * 2) =
+                make_float2(c[0][0] + c[1][0], c[0][1] + c[1][1]);
     }
+}
 
-    // Until the next `stages`, DEPTH at most, have come.
-    void await(int stages) {
-        refill();
-        await_at_most<1>(stages);
+// A thread's part of a product's results: of the block's i-th tile, the pair that begins at output `first`, of one row.
+template <typename P, int ROWS>
+struct Result {
+    int i, row, pair, first;
+    bool valid;
+    static_assert(P::MOST * ROWS * PAIRS <= THREADS);
+
+    Result() : i(threadIdx.x / (PAIRS * ROWS)), row(threadIdx.x / PAIRS % ROWS), pair(threadIdx.x % PAIRS) {
+        valid = i < P::tiles();
+        first = valid ? P::first(i, pair) : 0;
     }
-    // Of these the i-th.
-    void get(int i, Packed<T, SIZE> (&weight)[2]) const {
-        weight[0].load(place(slot + i, 0));
-        weight[1].load(place(slot + i, 1));
+    // Both outputs, added up over the items of the tile.
+    void add_up(float& a, float& b, const float* sums) const {
+        a = b = 0.0f;
+        if (!valid) return;
+#pragma unroll
+        for (int split = 0; split < P::SPLITS; split++) {
+            const float* const of_item = sums + ((i * P::SPLITS + split) * ROWS + row) * TILE;
+            a += of_item[P::place(pair, 0)], b += of_item[P::place(pair, 1)];
+        }
     }
-    // They have been read.
-    void release(int stages) {
-        slot += stages;
-        owed = stages;
+};
+
+// The prediction head, logits (ROWS, vocab) = rows head^T: a warp has every WARPS-th of the block's tiles, and all of their inputs, as
+// a row of groups of steps that pass through RING places of shared memory.
+template <typename M, int ROWS, int BYTES>
+struct Head {
+    static constexpr int GROUP = HeadSteps<M>::GROUP, GROUPS = HeadSteps<M>::GROUPS, RING = smaller(8, BYTES / HeadSteps<M>::PLACE);
+    const bf16* weight;
+    unsigned long long policy;
+    uint4* ring;  // [RING][GROUP][WARP], this warp's
+    int tiles, tile, group;  // of what is copied next
+
+    Head(const bf16* weight_, int vocab, unsigned char* memory, unsigned long long policy_)
+        : weight(weight_), policy(policy_), ring(reinterpret_cast<uint4*>(memory) + threadIdx.x / WARP * RING * GROUP * WARP),
+          tiles(vocab / TILE), tile(blockIdx.x + threadIdx.x / WARP * M::BLOCKS), group(0) {
+        for (int place = 0; place < RING; place++) fetch(place);
     }
-    // Fill the places that are free. A group of copies is a stage, an empty one at the end, so that a wait means the same all along.
-    void refill() {
-#pragma unroll 1  // code is read from memory, too
-        for (; owed > 0; owed--) {
-            if (index <= model.last()) {
-                const Shape& shape = shapes[model.product(index)];
-                copy(place(slot - owed, 0), row[0] + i, i < shape.inputs);
-                copy(place(slot - owed, 1), row[1] + i, i < shape.inputs);
-                i += shape.splits * WARP * SIZE;
-                if (--left == 0) next_item();
+    void fetch(int place) {
+        if (tile < tiles) {
+            const int lane = threadIdx.x % WARP, at = group * GROUP * STEP + lane % COLUMNS * VECTOR;
+            const bf16* const from = weight + ((long long)tile * TILE + lane / COLUMNS) * M::DIM + at;
+#pragma unroll
+            for (int s = 0; s < GROUP; s++)
+                copy_async_once(shared_address(ring + (place * GROUP + s) * WARP + lane), from + s * STEP,
+                                M::DIM % STEP == 0 || at + s * STEP < M::DIM, policy);
+            if (++group == GROUPS) group = 0, tile += WARPS * M::BLOCKS;
+        }
+        commit_copies();  // an empty group at the end, so that a wait means the same all along
+    }
+    void multiply(bf16* logits, int vocab, const bf16* rows) {
+        const int lane = threadIdx.x % WARP, row = lane / COLUMNS, column = lane % COLUMNS;
+        const bf16* const x = rows + row * ROW_STRIDE<M::DIM> + column * VECTOR;
+        const uint4 zeros = make_uint4(0, 0, 0, 0);
+        int place = 0;
+        for (int t = blockIdx.x + threadIdx.x / WARP * M::BLOCKS; t < tiles; t += WARPS * M::BLOCKS) {
+            float c[2][4] = {};
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++) {
+                wait_copies<RING - 1>();
+#pragma unroll
+                for (int s = 0; s < GROUP; s++) {
+                    const int at = (g * GROUP + s) * STEP;
+                    const bool within = row < ROWS && (M::DIM % STEP == 0 || at + column * VECTOR < M::DIM);
+                    multiply_step(c, ring[(place * GROUP + s) * WARP + lane], within ? vector_at(x + at) : zeros);
+                }
+                fetch(place);
+                if (++place == RING) place = 0;
             }
-            commit_copies();
+            if (row < ROWS)
+                *reinterpret_cast<unsigned*>(logits + (long long)row * vocab + t * TILE + column * 2) =
+                    pack(c[0][0] + c[1][0], c[0][1] + c[1][1]);
         }
-    }
-
-private:
-    static_assert((DEPTH & (DEPTH - 1)) == 0);
-    T* place(int at, int output) const { return ring + ((at & (DEPTH - 1)) * 2 + output) * (int)blockDim.x * SIZE; }
-
-    template <int STAGES>
-    static void await_at_most(int stages) {
-        if constexpr (STAGES < DEPTH) {
-            if (stages > STAGES) return await_at_most<STAGES + 1>(stages);
-        }
-        wait_copies<DEPTH - STAGES>();
-    }
-
-    static void copy(T* to, const T* from, bool valid) {
-        if constexpr (Packed<T, SIZE>::BYTES == 16) {
-            copy_async_once(shared_address(to), from, valid);  // so that the cache's keys and values stay near
-        } else {
-            Packed<T, SIZE> value;
-            value.clear();
-            if (valid) value.load(from);
-            value.store(to);
-        }
-    }
-
-    void find(int which) {
-        const Shape& shape = shapes[which];
-        const T* const weight = model.weight(which == HEAD ? model.last() : which);
-        Begin<T>& found = begin[which];
-        found.unit = item / shape.splits;
-        found.split = item - found.unit * shape.splits;
-        found.row[0] = item < shape.items ? weight + (long long)shape.first(found.unit) * shape.inputs : nullptr;
-        found.row[1] = weight + (long long)shape.second(found.unit) * shape.inputs;
-    }
-    // On to the next item, of this product or, in most cases, of the next that has one.
-    void next_item() {
-        const Shape& shape = shapes[model.product(index)];
-        const int unit = item;
-        item += blockDim.x / WARP;
-        if (item >= shape.items) return next_product();
-        const int first = shape.first(item);
-        row[0] += (long long)(first - shape.first(unit)) * shape.inputs;
-        row[1] = row[0] + (long long)(shape.second(item) - first) * shape.inputs;
-        start(shape, 0);
-    }
-    void next_product() {
-        item = threadIdx.x / WARP;
-        while (++index <= model.last()) {
-            const int which = model.product(index);
-            if (!begin[which].row[0]) continue;
-            const long long offset = which == HEAD ? 0 : index / OF_LAYER * model.stride;
-            row[0] = begin[which].row[0] + offset, row[1] = begin[which].row[1] + offset;
-            return start(shapes[which], begin[which].split);
-        }
-    }
-    void start(const Shape& shape, int split) {
-        left = shape.stages;
-        i = (split * WARP + threadIdx.x % WARP) * SIZE;
     }
 };

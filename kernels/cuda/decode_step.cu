@@ -1,4 +1,4 @@
-// One pass of the whole model over a few new tokens behind a cache: all layers and the first prediction head in one launch.
+// One pass of the whole model over a few new tokens behind a cache, in bf16: all layers and the first prediction head in one launch.
 //
 //     x = token_weight[token] (+ position_weight[position])
 //     x += attention(norm1(x)),  x += mlp(norm2(x))       in each layer, each linear layer with a bias or without
@@ -8,16 +8,18 @@
 // are appended to the cache.
 //
 // Layout: rows = B * count. tokens, start (rows,) int32, length () int32: what the cache holds already; token_weight (vocab, C),
-//         position_weight (context, C), table (context, 2, D / 2), norms (C,) fp32; linear weights (outputs, inputs) and biases of T,
-//         as are keys and values (layers, B, context, KV, D), norm (rows, C) and logits (rows, vocab). words: what blocks hand each
-//         other (handover.cuh), the stream (rows, C), qkv (rows, H + 2 KV, D), act (rows, F) and the shares of decode_shares.cuh.
+//         position_weight (context, C), table (context, 2, D / 2), norms (C,) fp32; linear weights (outputs, inputs) and biases of
+//         bf16, as are keys and values (layers, B, context, KV, D), norm (rows, C) and logits (rows, vocab). words: what blocks hand
+//         each other (handover.cuh): 1 + 2 rows numbers given, the stream (rows, C) fp32, qkv (rows, (H + 2 KV) D) and act (rows, F),
+//         two bf16 a word, and the shares of decode_shares.cuh.
 // Work: a block on each multiprocessor goes through the phases norm1 and qkv | attention | proj | norm2 and up | down of each
-//       layer, and through norm and head, each as soon as it finds what the others have made before the |. For a product a block owns
-//       pairs of outputs, a warp sums an item of them (decode_model.cuh); each block makes all of the product's input rows anew, in
-//       shared memory. The block that owns an element of the stream adds to it in both products that do, and keeps it.
-// Latency: a phase's few bytes take less time than the way to memory. So weights are on their way stages ahead, whatever the phase;
-//       what else a phase needs of memory is asked for before the block waits for the others.
-// Precision: fp32 arithmetic; qkv, act and the results are rounded to T, norms and attended rows are not.
+//       layer, and through norm and head, each as soon as it finds what the others have made before the |. It shares out a product as
+//       decode_model.cuh says; each block makes all of the product's input rows anew, in shared memory. The thread that owns an
+//       element of the stream adds to it in both products that do, and keeps it.
+// Latency: a phase's few bytes take less time than the way to memory. So the weights of the products to come are on their way
+//       whatever the phase; what else it needs of memory is asked for before the block waits for the others. What is left is
+//       the instructions of a phase, one after the other: the model's sizes are constants, of which the compiler makes few.
+// Precision: products of bf16, summed in fp32; norms, attended rows, qkv, act and the results are rounded to bf16, the stream is not.
 // Determinism: every sum has a fixed order, which depends on the model, the GPU and the row's position, but not on ROWS; multiply-adds
 //              are written out, since the compiler would choose others for other ROWS.
 // Source: the combination of shares, Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
@@ -27,243 +29,218 @@
 #include "decode_shares.cuh"
 #include "overlap.cuh"
 
-// What comes to the sums of a unit: fetched an item ahead, by the lanes that add it, and not touched before.
-template <typename T>
-struct Added {
-    T bias[2];
-    float cosine, sine;
+// The tensors of the first layer; `stride` elements further lie those of the next, in the weights (bf16) as in the parameters (float).
+struct Layers {
+    const float *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;
+    const bf16 *weight[PRODUCTS], *bias[PRODUCTS];
+    long long stride;
+    int layers;
 };
 
-// Of one product, a row's pair of outputs after the other; finish(row, unit, a, b) gets them, and `added` of the unit is fetched by
-// fetch(unit) one item before. All warps of the block.
-template <typename T, int SIZE, int ROWS, typename Fetch, typename Finish>
-void multiply(WeightStream<T, SIZE>& weights, const float* rows, Block<T, ROWS>& block, int which, Fetch fetch, Finish finish) {
-    constexpr int DEPTH = WeightStream<T, SIZE>::DEPTH;
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
-    const Shape& shape = block.shape[which];
-    const Begin<T>& begin = block.begin[warp * PRODUCTS + which];
-    const int items = shape.items, splits = shape.splits, split = begin.split;
-    for (int round = 0; round < items; round += warps) {  // a block's warps go round equally often, for they meet
-        const int item = round + warp, unit = begin.unit + round;
-        float own[2] = {};  // of the lane's row
-        if (item < items) {
-            float sums[2][ROWS] = {};
-            int i = (split * WARP + lane) * SIZE;
-#pragma unroll 1
-            for (int first = 0; first < shape.stages; first += DEPTH) {
-                const int stages = min(DEPTH, shape.stages - first);
-                weights.await(stages);
-#pragma unroll(ROWS == 1 ? 2 : 1)  // more would not fit into the registers
-                for (int s = 0; s < stages; s++, i += splits * WARP * SIZE) {
-                    const int at = min(i, shape.inputs - SIZE);  // beyond the last there are weights of 0
-                    Packed<T, SIZE> w[2];
-                    weights.get(s, w);
-#pragma unroll
-                    for (int r = 0; r < ROWS; r++) {
-                        float x[SIZE];
-                        load_held<SIZE>(x, rows + r * shape.inputs, at, shape.inputs);
-#pragma unroll
-                        for (int j = 0; j < SIZE; j++)
-#pragma unroll
-                            for (int o = 0; o < 2; o++) sums[o][r] = fmaf(x[j], w[o](j), sums[o][r]);
-                    }
-                }
-                weights.release(stages);
-            }
-#pragma unroll
-            for (int o = 0; o < 2; o++)
-#pragma unroll
-                for (int r = 0; r < ROWS; r++) {
-                    const float sum = warp_reduce(sums[o][r], Sum());
-                    if (lane == r) own[o] = sum;
-                }
-        }
-        const bool finishes = item < items && split == 0 && lane < ROWS;
-        if (splits > 1) {  // then there is one round
-            if (lane < ROWS) block.of_warp[warp][0][lane] = own[0], block.of_warp[warp][1][lane] = own[1];
-            __syncthreads();  // the shares, written above, are added up by the unit's first warp
-            for (int i = 1; finishes && i < splits; i++)
-                own[0] += block.of_warp[warp + i][0][lane], own[1] += block.of_warp[warp + i][1][lane];
-        }
-        if (finishes) {
-            finish(lane, unit, own[0], own[1]);
-            if (item + warps < items) fetch(unit + warps);
-        }
-    }
-}
+// What the products of a launch, one after the other, work with. The n-th is of layer n / PRODUCTS.
+template <typename M, int ROWS, int REGIONS>
+struct Products {
+    const Layers& model;
+    unsigned char* const weights;  // shared memory, as are
+    bf16* const rows;
+    float* const sums;
+    const Barriers arrived;  // of each region
+    const unsigned long long policy;
 
-// SIZE elements of act, from i on. `paired`: a word holds two of bf16, so that every block has less to read.
-template <typename T, int SIZE>
-void load_act(float (&to)[SIZE], const Word* act, int i, bool paired, unsigned tag) {
-    if constexpr (SIZE == 8) {
-        if (paired) {
-            float two[SIZE / 2];
-            while (!load_published(two, act + i / 2, tag)) {}
-            Packed<T, SIZE> both;
-#pragma unroll
-            for (int j = 0; j < SIZE / 2; j++) both.word[j] = __float_as_uint(two[j]);
-#pragma unroll
-            for (int j = 0; j < SIZE; j++) to[j] = both(j);
-            return;
+    template <int WHICH>
+    void fetch(int n) const {
+        const bf16* const weight = model.weight[WHICH] + n / PRODUCTS * model.stride;
+        unsigned char* const region = weights + Memory<M, ROWS, REGIONS>::begin(WHICH);
+        if (n < model.layers * PRODUCTS) fetch_weights<Product<M, WHICH>>(region, weight, arrived[n % REGIONS], policy);
+        else commit_copies();  // an empty group, so that a wait means the same all along
+    }
+    // rows, once make() has made them, times the weights of the n-th product: finish(result, a, b) gets a thread's pair of outputs. The
+    // warp comes together, threads without a pair among it.
+    template <int WHICH, typename Make, typename Finish>
+    void run(int n, Make make, Finish finish) const {
+        using P = Product<M, WHICH>;
+        const Result<P, ROWS> result;
+        const bool has_bias = model.bias[WHICH] != nullptr;
+        bf16 bias[2];
+        if (has_bias && result.valid) {  // on its way while the block waits
+            const bf16* const first = model.bias[WHICH] + n / PRODUCTS * model.stride + result.first;
+            bias[0] = first[0], bias[1] = first[P::DISTANCE];
         }
-    }
-    while (!load_published(to, act + i, tag)) {}
-}
-
-// Grid: blocks that are on the GPU at once. Block: whole warps, MOST_THREADS at most. row_floats: the floats of shared memory for the
-// products' input rows, or for the shares.
-template <typename T, int SIZE, int ROWS, int MOST>
-__global__ void __launch_bounds__(MOST_THREADS<SIZE>, 1)
-    decode_step(T* logits, T* norm, const int* tokens, const int* start, const int* length, T* keys, T* values, Word* words,
-                unsigned* tag_memory, const float* token_weight, const float* position_weight, const float* table,
-                const float* norm1_weight, const float* norm1_bias,
-                const float* norm2_weight, const float* norm2_bias, const float* norm_weight, const float* norm_bias,
-                const T* qkv_weight, const T* qkv_bias, const T* proj_weight, const T* proj_bias, const T* up_weight,
-                const T* up_bias, const T* down_weight, const T* down_bias, const T* head_weight, long long stride, int layers,
-                int count, int context, int heads, int kv_heads, int head_dim, int ffn, int vocab, bool gated, float eps,
-                int row_floats) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    __shared__ Block<T, ROWS> block;
-    const Model<T> model = {norm1_weight, norm1_bias, norm2_weight, norm2_bias, norm_weight, norm_bias, qkv_weight, qkv_bias,
-                            proj_weight, proj_bias, up_weight, up_bias, down_weight, down_bias, head_weight, stride, layers};
-    const int dim = heads * head_dim, lane = threadIdx.x % WARP, half = head_dim / 2;
-    T* const ring = reinterpret_cast<T*>(memory);
-    float* const rows = reinterpret_cast<float*>(ring + WeightStream<T, SIZE>::DEPTH * 2 * blockDim.x * SIZE);
-    float* const owned = rows + row_floats;  // [units][2][ROWS] of the stream
-    // May lie in the host's memory, 2 us away: a block asks once, and for all at the same time.
-    int given = 0;
-    if (threadIdx.x < 1 + 2 * ROWS) {
-        const int i = threadIdx.x - 1;
-        given = *(i < 0 ? length : i < ROWS ? start + i : tokens + (i - ROWS));
-    }
-    if (threadIdx.x < PRODUCTS) {  // a thread each, for divisions take their time
-        const int which = threadIdx.x, distance = which == QKV && table ? half : which == UP && gated ? ffn : 1;
-        const int up = gated ? 2 * ffn : ffn, all_heads = (heads + 2 * kv_heads) * head_dim;
-        const int outputs = which == QKV ? all_heads : which == UP ? up : which == HEAD ? vocab : dim;
-        block.shape[which].set(outputs, which == DOWN ? ffn : dim, distance, SIZE);
-    }
-    block.norm.set(dim, SIZE == 1 ? 1 : 4);
-    __syncthreads();  // what is written above is read by all
-    WeightStream<T, SIZE> weights(model, block.shape, block.begin, ring);
-    if (threadIdx.x == 0) block.held = given;
-    else if (threadIdx.x <= ROWS) block.position[threadIdx.x - 1] = (threadIdx.x - 1) % count - given;
-    else if (threadIdx.x <= 2 * ROWS) block.token[threadIdx.x - 1 - ROWS] = given;
-    const Tags tags(tag_memory);  // the block meets, and what is written above is read by all
-    // (ROWS, dim), (ROWS, H + 2 KV, D), (ROWS, ffn), and those of Attention.
-    Word* const stream = words;
-    Word* const qkv = stream + ROWS * dim;
-    Word* const act = qkv + ROWS * (heads + 2 * kv_heads) * head_dim;
-    const bool paired = SIZE == 8 && !gated;
-
-    Added<T> added = {};
-    for (int index = 0;; index++) {
-        const int which = model.product(index);
-        const Shape& shape = block.shape[which];
-        const unsigned tag = tags.of(1 + index), tag_before = tags.of(index);
         // A block without a part in the product must not wait for its rows: nobody waits for it, so they may be gone.
-        const bool reads = shape.units > 0;
-        const auto fetch = [&](int unit) {
-            if (which == HEAD) return;
-            const int first = shape.first(unit), second = first + shape.distance;
-            const T* const bias = model.bias(index);
-            if (bias) added.bias[0] = bias[first];
-            if (bias && second < shape.outputs) added.bias[1] = bias[second];
-            if (table && which == QKV) {
-                const int position = block.position[lane], angle = 2 * shape.pair(unit) - first;  // first % half
-                added.cosine = table[(long long)position * 2 * half + angle];
-                added.sine = table[((long long)position * 2 + 1) * half + angle];
-            }
-        };
-        const auto fetch_first = [&] {
-            const int warp = threadIdx.x / WARP;
-            if (warp < shape.items && lane < ROWS) fetch(block.begin[warp * PRODUCTS + which].unit);
-        };
-        if (which != PROJ) fetch_first();
-        if (which == PROJ) {
-            const long long cached = (long long)(index / OF_LAYER) * (ROWS / count) * context * kv_heads * head_dim;
-            Word* const state = words + (ROWS * (2 * dim + 2 * kv_heads * head_dim + ffn) + 1) / 2 * 2;  // two are loaded at once
-            const Attention<T, ROWS> attention = {qkv, keys + cached, values + cached, state, state + 2 * ROWS * heads * SHARES,
-                                                  tag_before, tag, block.held, count, context, heads, kv_heads, head_dim};
-            make_shares<MOST, T, SIZE, ROWS>(attention, rows);
-            fetch_first();
-            constexpr int PART = SIZE > 1 && ROWS == 1 ? 2 : 1;  // more rows would take too many registers
-#pragma unroll 1
-            for (int i = threadIdx.x * PART; reads && i < ROWS * dim; i += blockDim.x * PART) {
-                const int r = ROWS == 1 ? 0 : i / dim, column = i - r * dim;
-                float x[PART];
-                load_attended(x, attention, r, column / head_dim, column % head_dim);
-#pragma unroll
-                for (int j = 0; j < PART; j++) rows[r * dim + held_at<SIZE>(column, dim) + j] = x[j];
-            }
-        } else if (which == DOWN) {
-            for (int i = threadIdx.x * SIZE; reads && i < ROWS * ffn; i += blockDim.x * SIZE) {
-                float x[SIZE];
-                load_act<T>(x, act, i, paired, tag_before);
-                const int r = ROWS == 1 ? 0 : i / ffn;
-                hold<SIZE>(rows + r * ffn, i - r * ffn, ffn, x);
-            }
-        } else if (reads) {
-            const auto load = [&](auto& x, int r, int i) {
-                constexpr int PART = sizeof(x) / sizeof(float);
-                if (index == 0) {
-                    float at_position[PART] = {};
-                    load_floats(x, token_weight + (long long)block.token[r] * dim + i);
-                    if (position_weight) load_floats(at_position, position_weight + (long long)block.position[r] * dim + i);
-#pragma unroll
-                    for (int j = 0; j < PART; j++) x[j] += at_position[j];
-                } else {
-                    while (!load_published(x, stream + r * dim + i, tag_before)) {}
-                }
-            };
-            const auto keep_owned = [&] {
-                const int pairs = block.shape[DOWN].units;
-                for (int i = threadIdx.x; i < pairs * 2 * ROWS; i += blockDim.x) {
-                    const int r = i % ROWS, output = block.shape[DOWN].first(i / (2 * ROWS)) + i / ROWS % 2;
-                    if (output < dim) owned[i] = rows[r * dim + held_at<SIZE>(output, dim)];
-                }
-            };
-            const auto store = [&](int r, int i, float x) {
-                if (which == HEAD && blockIdx.x == 0) norm[r * dim + i] = from_float<T>(x);
-            };
-            make_norm<SIZE>(rows, block, model.scale(index), model.shift(index), dim, eps, load, index == 0, keep_owned, store);
-        }
+        if (P::tiles() > 0) make();
+        await_weights<REGIONS - 1>(arrived[n % REGIONS], n / REGIONS % 2);
         __syncthreads();  // the rows, written above, are read by all warps
-        if (which == HEAD) let_next_start();  // when all blocks have come so far, and so are on the GPU
-        multiply<T, SIZE, ROWS>(weights, rows, block, which, fetch, [&](int r, int unit, float a, float b) {
-            const int first = shape.first(unit), second = first + shape.distance;
-            if (which == HEAD) {
-                logits[(long long)r * vocab + first] = from_float<T>(a);
-                if (second < vocab) logits[(long long)r * vocab + second] = from_float<T>(b);
-                return;
-            }
-            if (qkv_bias) a += to_float(added.bias[0]), b += to_float(added.bias[1]);
-            if (which == PROJ || which == DOWN) {
-                float* const own = owned + unit * 2 * ROWS + r;
-                publish(stream + r * dim + first, own[0] += a, tag);
-                if (second < dim) publish(stream + r * dim + second, own[ROWS] += b, tag);
-                return;
-            }
-            if (which == UP && gated) {
-                publish(act + r * ffn + first, to_float(from_float<T>(a * sigmoid(a) * b)), tag);
-                return;
-            }
-            if (which == UP) a *= sigmoid_of_cubic(a), b *= sigmoid_of_cubic(b);
-            if (which == QKV && table && first < (heads + kv_heads) * head_dim) {
-                const float turned = fmaf(a, added.cosine, -b * added.sine);
-                b = fmaf(a, added.sine, b * added.cosine);
-                a = turned;
-            }
-            if (which == UP && paired) {
-                publish(act + (r * ffn + first) / 2, __uint_as_float(pack(a, b)), tag);
-                return;
-            }
-            Word* const out = (which == QKV ? qkv : act) + r * shape.outputs;
-            publish(out + first, to_float(from_float<T>(a)), tag);
-            if (second < shape.outputs) publish(out + second, to_float(from_float<T>(b)), tag);
-        });
-        if (which == HEAD) break;
-        weights.refill();
-        __syncthreads();  // separates the reads of the rows from the next product's writes
+        multiply<P, ROWS>(sums, weights + Memory<M, ROWS, REGIONS>::begin(WHICH), rows);
+        __syncthreads();  // the items' sums, written above, are added up below; and the rows are read no more
+        if (threadIdx.x / WARP * WARP < P::MOST * ROWS * PAIRS) {  // the whole warp
+            float a, b;
+            result.add_up(a, b, sums);
+            if (has_bias) a += to_float(bias[0]), b += to_float(bias[1]);
+            finish(result, a, b);
+        }
+        fetch<(WHICH + REGIONS) % PRODUCTS>(n + REGIONS);
     }
-    tags.end(1 + model.last());
+};
+
+// Two neighbouring bf16 numbers a word: a pair's own where its outputs are neighbours, else those of two pairs.
+template <typename Result>
+void publish_packed(Word* row, const Result& result, int distance, float a, float b, unsigned tag) {
+    if (distance == 1) {
+        if (result.valid) publish(row + result.first / 2, pack(a, b), tag);
+        return;
+    }
+    const bool odd = result.pair % 2;
+    const float other = __shfl_xor_sync(ALL_LANES, odd ? a : b, 1);  // of pairs p and p + 1, the one gets both a, the other both b
+    const int at = odd ? result.first - 1 + distance : result.first;
+    if (result.valid) publish(row + at / 2, odd ? pack(other, b) : pack(a, other), tag);
+}
+
+// Grid: BLOCKS, which are on the GPU at once. Block: THREADS. BYTES: of shared memory.
+template <int ROWS, int REGIONS, int BYTES, int BLOCKS, int DIM, int HEADS, int KV_HEADS, int HEAD_DIM, int FFN, bool ROPE, bool GATED>
+__global__ void __launch_bounds__(THREADS, 1)
+    decode_step(bf16* logits, bf16* norm, const int* tokens, const int* start, const int* length, bf16* keys, bf16* values, Word* words,
+                unsigned* tag_memory, const float* token_weight, const float* position_weight, const float* table,
+                const float* norm1_weight, const float* norm1_bias, const float* norm2_weight, const float* norm2_bias,
+                const float* norm_weight, const float* norm_bias, const bf16* qkv_weight, const bf16* qkv_bias,
+                const bf16* proj_weight, const bf16* proj_bias, const bf16* up_weight, const bf16* up_bias, const bf16* down_weight,
+                const bf16* down_bias, const bf16* head_weight, long long stride, int layers, int count, int context, int vocab,
+                float eps) {
+    using M = Model<BLOCKS, DIM, HEADS, KV_HEADS, HEAD_DIM, FFN, ROPE, GATED>;
+    using Of = Memory<M, ROWS, REGIONS>;
+    constexpr int WIDTH = M::WIDTH, GIVEN = 1 + 2 * ROWS;  // what the cache holds, and of each row its position and token
+    extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ Norm<M, ROWS> normalise;
+    __shared__ int given[GIVEN];
+    __shared__ unsigned long long barriers[REGIONS];
+    unsigned char* const scratch = memory + Of::WEIGHTS;  // the rows, or what makes shares
+    static_assert(BYTES == Of::WEIGHTS + Of::SUMS + larger(ROWS_BYTES<M, ROWS>, SHARES_BYTES<M, ROWS>));
+    const Layers model = {norm1_weight, norm1_bias, norm2_weight, norm2_bias, {qkv_weight, proj_weight, up_weight, down_weight},
+                          {qkv_bias, proj_bias, up_bias, down_bias}, stride, layers};
+    bf16* const rows = reinterpret_cast<bf16*>(scratch);
+    float* const sums = reinterpret_cast<float*>(memory + BYTES - Of::SUMS);
+    const Products<M, ROWS, REGIONS> products = {model, memory, rows, sums, Barriers(shared_address(barriers)), evict_first()};
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) products.arrived.init(REGIONS, 1), fence_barrier_init();
+#endif
+
+    // May lie in the host's memory, 2 us away and further the more blocks ask: one does.
+    int asked = 0;
+    if (blockIdx.x == 0 && threadIdx.x < GIVEN) {
+        const int i = threadIdx.x - 1;
+        asked = *(i < 0 ? length : i < ROWS ? start + i : tokens + (i - ROWS));
+        if (i >= 0 && i < ROWS) asked = i % count - asked;
+    }
+    const Tags tags(tag_memory);
+    products.template fetch<QKV>(QKV);
+    if (REGIONS > 1) products.template fetch<PROJ>(PROJ);
+    if (REGIONS > 2) products.template fetch<UP>(UP), products.template fetch<DOWN>(DOWN);
+    if (threadIdx.x < GIVEN) {
+        if (blockIdx.x == 0) publish(words + threadIdx.x, (unsigned)asked, tags.of(1));
+        unsigned come[1];
+        while (!load_published(come, words + threadIdx.x, tags.of(1))) {}
+        given[threadIdx.x] = come[0];
+    }
+    __syncthreads();  // what was given, written above, is read by all
+    const int held = given[0], *const positions = given + 1, *const ids = given + 1 + ROWS;
+
+    Word* const stream = words + parts(GIVEN, 2) * 2;
+    Word* const qkv = stream + ROWS * DIM;
+    Word* const act = qkv + ROWS * WIDTH / 2;
+    Word* const state = act + ROWS * FFN / 2;
+    Word* const sum = state + 2 * ROWS * HEADS * SHARES;
+
+    const auto embedding = [&](float (&x)[PART], int r, int i) {
+        float at_position[PART] = {};
+        load_floats(x, token_weight + (long long)ids[r] * DIM + i);
+        if (position_weight) load_floats(at_position, position_weight + (long long)positions[r] * DIM + i);
+#pragma unroll
+        for (int j = 0; j < PART; j++) x[j] += at_position[j];
+    };
+    const auto from_stream = [&](unsigned tag) {
+        return [=](float (&x)[PART], int r, int i) { while (!load_published(x, stream + r * DIM + i, tag)) {} };
+    };
+    const auto keep_none = [](int, int, uint2) {};
+
+    // The pair of elements of the stream that the thread owns, and what turns its pair of qkv.
+    float own[2] = {}, cosine = 1.0f, sine = 0.0f;
+    if (const Result<Product<M, PROJ>, ROWS> result; result.valid) {
+        float x[PART];
+        embedding(x, result.row, result.first / PART * PART);
+        own[0] = result.first % PART ? x[2] : x[0], own[1] = result.first % PART ? x[3] : x[1];
+    }
+    if (const Result<Product<M, QKV>, ROWS> result; ROPE && result.valid && result.first < (HEADS + KV_HEADS) * HEAD_DIM) {
+        const float* const angles = table + (long long)positions[result.row] * HEAD_DIM;
+        cosine = angles[result.first % HEAD_DIM], sine = angles[HEAD_DIM / 2 + result.first % HEAD_DIM];
+    }
+    const auto add_to_stream = [&](const auto& result, float a, float b, unsigned tag) {
+        own[0] += a, own[1] += b;
+        if (result.valid) publish_two(stream + result.row * DIM + result.first, own[0], own[1], tag);
+    };
+
+#pragma unroll 1
+    for (int i = 0; i < layers; i++) {
+        const int n = i * PRODUCTS;
+        const long long parameters = i * stride;
+        const auto shift = [&](const float* bias) { return bias ? bias + parameters : nullptr; };
+        products.template run<QKV>(
+            n + QKV,
+            [&] {
+                const float *const scale = norm1_weight + parameters, *const bias = shift(norm1_bias);
+                if (i == 0) normalise.make(rows, scale, bias, eps, embedding, keep_none);
+                else normalise.make(rows, scale, bias, eps, from_stream(tags.of(n + QKV)), keep_none);
+            },
+            [&](const auto& result, float a, float b) {
+                const float turned = fmaf(a, cosine, -__fmul_rn(b, sine));
+                b = fmaf(a, sine, __fmul_rn(b, cosine));
+                publish_packed(qkv + result.row * WIDTH / 2, result, Product<M, QKV>::DISTANCE, turned, b, tags.of(1 + n + QKV));
+            });
+        const long long cached = (long long)i * (ROWS / count) * context * KV_HEADS * HEAD_DIM;
+        const Attention<M, ROWS> attention = {qkv, keys + cached, values + cached, state, sum, tags.of(n + PROJ), tags.of(1 + n + PROJ),
+                                              held, count, context};
+        make_shares(attention, scratch);
+        products.template run<PROJ>(
+            n + PROJ,
+            [&] {
+#pragma unroll 1
+                for (int at = threadIdx.x * 2; at < ROWS * DIM; at += THREADS * 2) {
+                    const int r = at / DIM, column = at % DIM;
+                    const float2 x = load_attended(attention, r, column / HEAD_DIM, column % HEAD_DIM);
+                    *reinterpret_cast<unsigned*>(rows + r * ROW_STRIDE<DIM> + column) = pack(x.x, x.y);
+                }
+            },
+            [&](const auto& result, float a, float b) { add_to_stream(result, a, b, tags.of(1 + n + PROJ)); });
+        products.template run<UP>(
+            n + UP,
+            [&] {
+                const float* const bias = shift(norm2_bias);
+                normalise.make(rows, norm2_weight + parameters, bias, eps, from_stream(tags.of(n + UP)), keep_none);
+            },
+            [&](const auto& result, float a, float b) {
+                Word* const row = act + result.row * FFN / 2;
+                const unsigned tag = tags.of(1 + n + UP);
+                if (!GATED) return publish_packed(row, result, 1, a * sigmoid_of_cubic(a), b * sigmoid_of_cubic(b), tag);
+                const float x = a * sigmoid(a) * b, after = __shfl_xor_sync(ALL_LANES, x, 1);  // two pairs' are neighbours
+                if (result.valid && result.pair % 2 == 0) publish(row + result.first / 2, pack(x, after), tag);
+            });
+        products.template run<DOWN>(
+            n + DOWN,
+            [&] {
+                for (int at = threadIdx.x * VECTOR; at < ROWS * FFN; at += THREADS * VECTOR) {
+                    unsigned x[VECTOR / 2];
+                    while (!load_published(x, act + at / 2, tags.of(n + DOWN))) {}
+                    *reinterpret_cast<uint4*>(rows + at / FFN * ROW_STRIDE<FFN> + at % FFN) = make_uint4(x[0], x[1], x[2], x[3]);
+                }
+            },
+            [&](const auto& result, float a, float b) { add_to_stream(result, a, b, tags.of(1 + n + DOWN)); });
+    }
+    const int last = layers * PRODUCTS;
+    Head<M, ROWS, Of::WEIGHTS> head(head_weight, vocab, memory, products.policy);
+    if ((int)blockIdx.x < vocab / TILE)
+        normalise.make(rows, norm_weight, norm_bias, eps, from_stream(tags.of(last)), [&](int r, int i, uint2 x) {
+            if (blockIdx.x == 0) *reinterpret_cast<uint2*>(norm + r * DIM + i) = x;
+        });
+    __syncthreads();  // the rows, written above, are read by all warps
+    let_next_start();  // when all blocks have come so far, and so are on the GPU
+    head.multiply(logits, vocab, rows);
+    tags.end(1 + last);
 }

@@ -6,20 +6,15 @@ from typing import Any
 import numpy as np
 
 from kernels.config import ModelConfig
-from kernels.cuda.decode_attention import LARGEST_HEAD_DIM
 from kernels.cuda.device import Device
-from kernels.cuda.launch import Array, Kernel
-from kernels.cuda.vectors import VECTOR_BYTES, VECTOR_TEMPLATES, vector_size
+from kernels.cuda.launch import BF16, Array, Kernel, Template
+from kernels.cuda.vectors import VECTOR_BYTES
 
 MOST_ROWS = 4
-_FEATURES = (64, LARGEST_HEAD_DIM)  # most of a head: the fewer there are, the more keys are on their way at once
-_INSTANCES = ((*t, rows, most) for t in VECTOR_TEMPLATES for rows in range(1, MOST_ROWS + 1) for most in _FEATURES)
-_STEP = Kernel("decode_step.cu", "decode_step", tuple(_INSTANCES))
-_WARP, _DEPTH, _SHARES, _LANES, _AHEAD = 32, 8, 4, 8, 2  # the kernel's, LANES the fewest, AHEAD the most
-_STATIC_BYTES = 4096  # of shared memory, at most: the kernel's Block
-# Threads of a block, the first whose shared memory there is; more have more weights under way. Not tuned, but no fewer than the
-# kernel's LARGEST_HEAD_DIM: take_fresh would not end.
-_THREADS = (512, 256, 128)
+# The kernel's constants of these names.
+_WARP, _WARPS, _TILE, _STEP, _SHARES, _THREADS = 32, 12, 8, 32, 4, 384
+_REGIONS = (4, 2, 1)  # the first for which there is shared memory: the more, the further ahead weights are fetched
+_STATIC_BYTES = 4096  # of shared memory, at most: the statistics of norms, and what is given
 
 _NORMS, _LINEARS = ("norm1", "norm2"), ("qkv", "proj", "up", "down")
 
@@ -43,22 +38,26 @@ def decode_step(
     """The final normalised stream and one head's logits of tokens (B, n) behind a cache, and their keys and values into it.
 
     Args:
-        logits: (B n, Vp), overwritten.
-        norm: (B n, C), overwritten.
+        logits: (B n, Vp) bf16, overwritten.
+        norm: (B n, C) bf16, overwritten.
         tokens, start: (B, n) int32, as of embedding_forward.
         length: () int32: what the cache holds; like tokens and start it may be shared with the host.
-        keys, values: (layers, B, context, KV, D), in/out.
+        keys, values: (layers, B, context, KV, D) bf16, in/out.
         weights, parameters: by name, as products and as norms and embeddings read them; each layer's at equal distances.
-        head: (Vp, C).
+        head: (Vp, C) bf16.
         table: RoPE's, or None.
 
-    Precision: fp32 arithmetic; keys, values, the MLP's hidden row and the results are rounded to T.
+    Precision: bf16 products summed in fp32; the stream is fp32, all else that a product reads, and the results, rounded to bf16.
     Determinism: bitwise repeatable on one GPU; a row's bits do not depend on how many rows there are.
-    Cost: reads each weight once, and the cache's rows H / KV times (from L2 all but once).
-    Memory: of its own, kept by the device, 8 bytes for each number that blocks hand over.
+    Cost: reads each weight once, and the cache's rows H / KV times (from L2 all but once). The model's sizes are the kernel's
+        constants, so each model is compiled for itself, once.
+    Memory: of its own, kept by the device, 8 bytes for each word that blocks hand over.
     """
-    c, dtype = config, logits.dtype
-    assert tokens.size <= fused_rows(device, dtype, config), f"decode_step: {tokens.size} rows"
+    c = config
+    assert logits.dtype == BF16 and tokens.size <= fused_rows(device, logits.dtype, c), f"decode_step: {tokens.size} rows"
+    found = _template(c, tokens.size, device.processors, device.shared_bytes)
+    assert found is not None
+    template, shared_bytes = found
     words = device.kept("words", 8 * _words(c)).view(np.uint64)
     tags = device.kept("tags", 8).view(np.uint32)
     tensors: dict[str, Any] = {f"{name}_weight": parameters[f"blocks.0.{name}.weight"] for name in _NORMS} | {
@@ -68,51 +67,71 @@ def decode_step(
     tensors |= {f"{name}_bias": weights.get(f"blocks.0.{name}.bias") for name in _LINEARS}
     tensors |= {"norm_weight": parameters["norm.weight"], "norm_bias": parameters.get("norm.bias")}
     tensors |= {"token_weight": parameters["tok.weight"], "position_weight": parameters.get("pos.weight"), "head_weight": head}
-    size = _size(c, dtype)
-    assert size == 1 or vector_size(size, logits, *tensors.values(), keys, values) == size, "decode_step: an array is not aligned"
-    threads = _threads(device, c, dtype)
+    arrays = (logits, norm, keys, values, *tensors.values())
+    assert all(x is None or x.data.ptr % VECTOR_BYTES == 0 for x in arrays), "decode_step: an array is not aligned"
     device.launch(
-        _STEP, (dtype, size, tokens.size, next(most for most in _FEATURES if c.head_dim <= most)), device.processors, threads,
-        shared_bytes=_shared_bytes(device, c, dtype, threads), logits=logits, norm=norm, tokens=tokens, start=start,
-        length=length, keys=keys, values=values, words=words, tag_memory=tags, table=table,
-        **tensors, stride=_stride(c, weights, parameters), layers=c.layers,
-        count=tokens.shape[1], context=c.context, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, ffn=c.ffn,
-        vocab=len(head), gated=c.mlp == "swiglu", eps=c.norm_eps, row_floats=_row_floats(c, threads),
+        STEP, template, device.processors, _THREADS, shared_bytes=shared_bytes,
+        logits=logits, norm=norm, tokens=tokens, start=start, length=length, keys=keys, values=values, words=words,
+        tag_memory=tags, table=table, **tensors, stride=_stride(c, weights, parameters), layers=c.layers,
+        count=tokens.shape[1], context=c.context, vocab=len(head), eps=c.norm_eps,
     )  # fmt: skip
 
 
 def fused_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int:
-    """Most rows that decode_step takes of such a model; 0 where shared memory does not hold what it needs."""
-    return MOST_ROWS if config.head_dim <= LARGEST_HEAD_DIM and _threads(device, config, dtype) else 0
+    """Most rows that decode_step takes of such a model.
+
+    0 where the precision is another than bf16, a width is no multiple of 8, or a multiprocessor's shared memory does not hold its
+    part of the largest product's weights beside a row.
+    """
+    if dtype != BF16 or any(width % _TILE for width in (config.dim, config.ffn, config.head_dim)):
+        return 0
+    allowed = range(MOST_ROWS, 0, -1)
+    return next((rows for rows in allowed if _template(config, rows, device.processors, device.shared_bytes)), 0)
+
+
+def _template(c: ModelConfig, rows: int, blocks: int, shared_bytes: int) -> tuple[Template, int] | None:
+    """The kernel's template arguments and its bytes of shared memory; None where it does not fit."""
+    sizes = (blocks, c.dim, c.heads, c.kv_heads, c.head_dim, c.ffn, c.position == "rope", c.mlp == "swiglu")
+    if any(most * rows * _TILE // 2 > _THREADS for most, _, _ in _products(c, blocks)):
+        return None
+    for regions in _REGIONS:
+        size = _shared_bytes(c, rows, regions, blocks)
+        if size <= shared_bytes - _STATIC_BYTES:
+            return (rows, regions, size, *sizes), size
+    return None
+
+
+def _products(c: ModelConfig, blocks: int) -> list[tuple[int, int, int]]:
+    """Of each of a layer's products a block's most tiles and items, and the bytes of its weights, as the kernel has them."""
+    width, up = (c.heads + 2 * c.kv_heads) * c.head_dim, c.ffn * (2 if c.mlp == "swiglu" else 1)
+    found = []
+    for outputs, inputs in ((width, c.dim), (c.dim, c.dim), (up, c.dim), (c.dim, c.ffn)):
+        most, steps = -(-outputs // (_TILE * blocks)), -(-inputs // _STEP)
+        of_item = -(-steps // max(1, min(_WARPS // most, steps)))
+        found.append((most, most * -(-steps // of_item), most * _TILE * _row_bytes(inputs)))
+    return found
+
+
+def _row_bytes(inputs: int) -> int:
+    """Of a row of inputs or of weights in shared memory."""
+    return (-(-inputs // 64) * 64 + 32) * BF16.itemsize
+
+
+def _shared_bytes(c: ModelConfig, rows: int, regions: int, blocks: int) -> int:
+    """The regions of weights, the items' sums, and the input rows or what attention works with."""
+    products = _products(c, blocks)
+    weights = sum(max(size for _, _, size in products[region::regions]) for region in range(regions))
+    steps = -(-c.dim // _STEP)
+    weights = max(weights, _WARPS * next(group for group in (4, 2, 1) if steps % group == 0) * _WARP * VECTOR_BYTES)
+    sums, inputs = max(items for _, items, _ in products) * rows * _TILE * 4, rows * _row_bytes(max(c.dim, c.ffn))
+    shares = (1 + 2 * rows) * c.head_dim * 2 + _WARPS * (c.head_dim + 2) * 4
+    return weights + sums + max(inputs, shares)
 
 
 def _words(c: ModelConfig) -> int:
-    """Numbers that are handed over: the stream, qkv, act, and of each share m and l, and o."""
-    return MOST_ROWS * (2 * c.dim + 2 * c.kv_heads * c.head_dim + c.ffn + c.heads * _SHARES * (2 + c.head_dim)) + 1
-
-
-def _size(c: ModelConfig, dtype: np.dtype[Any]) -> int:
-    """Elements of a vector: 16 bytes of them, where every row and head divides by it."""
-    size = VECTOR_BYTES // dtype.itemsize
-    return size if all(width % size == 0 for width in (c.dim, c.ffn, c.head_dim)) else 1
-
-
-def _threads(device: Device, c: ModelConfig, dtype: np.dtype[Any]) -> int:
-    """Threads of a block, whatever the rows, since the order of sums depends on them; 0 where none fits."""
-    allowed = (threads for threads in _THREADS if threads < _THREADS[0] or _size(c, dtype) > 1)
-    return next((n for n in allowed if _shared_bytes(device, c, dtype, n) <= device.shared_bytes - _STATIC_BYTES), 0)
-
-
-def _row_floats(c: ModelConfig, threads: int) -> int:
-    """Of the rows that a product reads, or of what make_shares works with."""
-    shares = (1 + 2 * MOST_ROWS) * c.head_dim + 2 * _AHEAD * threads // _LANES + threads // _WARP * (c.head_dim + 1)
-    return max(MOST_ROWS * max(c.dim, c.ffn), shares)
-
-
-def _shared_bytes(device: Device, c: ModelConfig, dtype: np.dtype[Any], threads: int) -> int:
-    """The ring of weights, the input rows, and the elements of the stream that a block owns."""
-    owned = -(-c.dim // (2 * device.processors)) * 2 * MOST_ROWS
-    return _DEPTH * 2 * threads * _size(c, dtype) * dtype.itemsize + 4 * (_row_floats(c, threads) + owned)
+    """What is handed over: what is given, the stream, qkv, act, and of each share m and l, and o."""
+    row = c.dim + (c.heads + 2 * c.kv_heads) * c.head_dim // 2 + c.ffn // 2 + c.heads * _SHARES * (2 + c.head_dim)
+    return 2 + MOST_ROWS * (2 + row)
 
 
 def _stride(c: ModelConfig, weights: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
@@ -126,3 +145,16 @@ def _stride(c: ModelConfig, weights: Mapping[str, Any], parameters: Mapping[str,
     }
     assert len(distances) <= 1, f"decode_step: layers lie at unequal distances, {distances}"
     return int(distances.pop()) if distances else 0
+
+
+def _examples() -> tuple[Template, ...]:
+    """Of the many instances those that are compiled by tests: of GPT-2 and of an Euler model, and on GPUs that hold less."""
+    gpt2 = ModelConfig(50257, 12, 12, 12, 768, 3072, 1024, norm="layernorm", position="learned", mlp="gelu", bias=True)
+    euler = ModelConfig(4096, 16, 12, 4, 768, 2048, 512)
+    small = ModelConfig(512, 4, 4, 2, 128, 344, 128)
+    cases = ((gpt2, 1, 132, 227), (gpt2, 4, 132, 227), (gpt2, 1, 128, 99), (euler, 1, 132, 227), (small, 3, 28, 99))
+    found = (_template(c, rows, blocks, kib * 1024) for c, rows, blocks, kib in cases)
+    return tuple(one[0] for one in found if one is not None)
+
+
+STEP = Kernel("decode_step.cu", "decode_step", _examples(), open=True)

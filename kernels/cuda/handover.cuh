@@ -18,6 +18,10 @@ inline void store_word(Word* address, Word word) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(word) : "memory");
 }
 
+inline void store_two_words(Word* address, Word first, Word second) {
+    asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(first), "l"(second) : "memory");
+}
+
 inline void load_two_words(Word& first, Word& second, const Word* address) {
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(address) : "memory");
 }
@@ -28,25 +32,38 @@ inline Word load_word(const Word* address) {
     return word;
 }
 
-inline void publish(Word* address, float value, unsigned tag) { store_word(address, (Word)tag << 32 | __float_as_uint(value)); }
+inline void publish(Word* address, unsigned bits, unsigned tag) { store_word(address, (Word)tag << 32 | bits); }
+inline void publish(Word* address, float value, unsigned tag) { publish(address, __float_as_uint(value), tag); }
+inline void publish_two(Word* address, float first, float second, unsigned tag) {  // at a multiple of 16 bytes
+    store_two_words(address, (Word)tag << 32 | __float_as_uint(first), (Word)tag << 32 | __float_as_uint(second));
+}
 
-// SIZE numbers, at a multiple of 16 bytes but where SIZE is 1; whether all of them have come.
-template <int SIZE>
-bool load_published(float (&to)[SIZE], const Word* address, unsigned tag) {
-    static_assert(SIZE == 1 || SIZE % 2 == 0);
-    Word word[SIZE];
-    if constexpr (SIZE == 1) {
+// COUNT numbers of 32 bits, at a multiple of 16 bytes but where COUNT is 1; whether all of them have come.
+template <int COUNT>
+bool load_published(unsigned (&to)[COUNT], const Word* address, unsigned tag) {
+    static_assert(COUNT == 1 || COUNT % 2 == 0);
+    Word word[COUNT];
+    if constexpr (COUNT == 1) {
         word[0] = load_word(address);
     } else {
 #pragma unroll
-        for (int i = 0; i < SIZE; i += 2) load_two_words(word[i], word[i + 1], address + i);
+        for (int i = 0; i < COUNT; i += 2) load_two_words(word[i], word[i + 1], address + i);
     }
     bool come = true;
 #pragma unroll
-    for (int i = 0; i < SIZE; i++) {
+    for (int i = 0; i < COUNT; i++) {
         come = come && (unsigned)(word[i] >> 32) == tag;
-        to[i] = __uint_as_float((unsigned)word[i]);
+        to[i] = (unsigned)word[i];
     }
+    return come;
+}
+
+template <int COUNT>
+bool load_published(float (&to)[COUNT], const Word* address, unsigned tag) {
+    unsigned bits[COUNT];
+    const bool come = load_published(bits, address, tag);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) to[i] = __uint_as_float(bits[i]);
     return come;
 }
 

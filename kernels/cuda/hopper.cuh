@@ -109,6 +109,14 @@ inline void load_bytes(unsigned target, const float* source, int bytes, unsigned
                  : "memory");
 }
 
+// The same by a policy of the second-level cache, see copies.cuh.
+inline void load_bytes_once(unsigned target, const void* source, int bytes, unsigned barrier, unsigned long long policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 // The reverse; or to add them there as floats.
 inline void store_bytes(float* target, unsigned source, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");

@@ -52,6 +52,7 @@ class Kernel:
         instances: the template arguments with which it is launched, all of them, for the test that compiles each.
         hopper: whether it uses instructions of sm_90a alone.
         early: whether it may start before the kernel before it has ended, see overlap.cuh.
+        open: whether its template arguments follow the model's sizes, of which `instances` are examples.
     """
 
     source: str
@@ -59,6 +60,7 @@ class Kernel:
     instances: tuple[Template, ...]
     hopper: bool = False
     early: bool = False
+    open: bool = False
 
     def expression(self, template: Template) -> str:
         """The instance as C++ writes it."""
@@ -94,7 +96,7 @@ def _signature(source: str, name: str) -> tuple[tuple[str, ...], tuple[Parameter
 
 def arguments(kernel: Kernel, template: Template, given: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments in the kernel's order: arrays as they are, scalars in its widths, None as a null pointer."""
-    assert template in kernel.instances, f"{kernel.name}: {template} is not among its instances"
+    assert kernel.open or template in kernel.instances, f"{kernel.name}: {template} is not among its instances"
     parameters = kernel.parameters(template)
     names = [p.name for p in parameters]
     assert set(names) == set(given), f"{kernel.name} takes {names}, got {list(given)}"

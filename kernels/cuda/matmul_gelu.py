@@ -18,7 +18,7 @@ from kernels.cuda.vectors import vector_size
 _SIZE = 8  # elements that the library's rows are multiples of here
 _WIDTHS = (192, 128)  # of a tile; the wider moves fewer bytes for its products, the narrower takes every width
 _INSTANCES = tuple((backward, width) for backward in (False, True) for width in _WIDTHS)
-_HOPPER = Kernel("matmul_hopper.cu", "matmul_gelu", _INSTANCES, hopper=True)
+_HOPPER = Kernel("matmul_gelu_hopper.cu", "matmul_gelu", _INSTANCES, hopper=True)
 # The kernel's ROWS, BOX, threads, CLUSTER, a warpgroup's warps, and shared memory: 28 boxes, in stages and places, and barriers.
 _ROWS, _BOX, _BLOCK, _CLUSTER, _WARPS = 128, 64, 3 * 128, 2, 4
 _SHARED_BYTES = 28 * _BOX * _BOX * BF16.itemsize + 192
@@ -72,7 +72,7 @@ def _gelu_in_product(device: Device, out: Any, up: Any, bias: Any) -> bool:
 
 
 def _by_hopper(device: Device, up: Any, inp: Any) -> bool:
-    """Whether matmul_hopper.cu takes them: widths of whole boxes of the copy engine."""
+    """Whether matmul_gelu_hopper.cu takes them: widths of whole boxes of the copy engine."""
     whole = up.shape[1] % _BOX == 0 and inp.shape[1] % _BOX == 0
     return device.arch == "sm_90" and up.dtype == BF16 and whole
 

@@ -18,7 +18,7 @@
 #pragma once
 
 #include "copies.cuh"
-#include "reduce.cuh"
+#include "vectors.cuh"
 
 // Warp: four 8 x 8 matrices of bf16, lane i giving the address of row i % 8 of matrix i / 8. value[m]: row g, columns 2t and
 // 2t + 1 of matrix m.
@@ -55,13 +55,6 @@ inline void multiply_add_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0
 // inner product has no room for the 13 last bits of x: what it holds beyond 2^13 x is x rounded, to nearest but for the last
 // 2^-12 below a power of 2. Two instructions, where cvt.rna.tf32 takes two and a move. Beyond 2^114 it may overflow.
 inline unsigned to_tf32(float x) { return __float_as_uint(__fmaf_rn(x, -8192.0f, __fmul_rn(x, 8193.0f))); }
-
-// Two floats rounded to bf16, `low` in the lower half: the element of the lower column.
-inline unsigned pack(float low, float high) {
-    unsigned both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
 
 // 2^x to 2 units in the last place; 0 of -inf.
 inline float exp2_approx(float x) {
