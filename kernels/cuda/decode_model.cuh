@@ -2,13 +2,14 @@
 //
 //     out[r, n] = sum over k of x[r, k] w[n, k]
 //
-// A tile is 8 outputs, the right factor of a tensor-core product, whose left one is the few rows beneath rows of zeros; a step is 32
+// A tile is 8 outputs, the right factor of a tensor-core product, whose left one is the few rows and zeros below them; a step is 32
 // inputs of a tile, two such products and 16 bytes of weights a lane. A block has every BLOCKS-th tile. Its items, a tile's share
 // of the steps, are a warp's each; a tile's sums are added up in shared memory, in the order of their items.
 #pragma once
 
 #include "copies.cuh"
 #include "hopper.cuh"
+#include "mma.cuh"
 
 constexpr int WARPS = 12, THREADS = WARPS * WARP;
 constexpr int TILE = 8, PAIRS = TILE / 2, STEP = 32;
@@ -92,7 +93,7 @@ constexpr int ROWS_BYTES = ROWS * ROW_STRIDE<larger(M::DIM, M::FFN)> * 2;
 // of the last warp, so that the others' loads need not queue behind the rows; and `barrier` counts what has come.
 template <typename P>
 void fetch_weights(unsigned char* region, const bf16* weight, unsigned barrier, unsigned long long policy) {
-    constexpr int STRIDE = ROW_STRIDE<P::INPUTS> * 2, OF_ROW = P::INPUTS / VECTOR;
+    constexpr int STRIDE = ROW_STRIDE<P::INPUTS> * 2;
     const int rows = P::tiles() * TILE;
     const auto row = [&](int r) { return weight + (long long)P::output(r / TILE, r % TILE) * P::INPUTS; };
 #if __CUDA_ARCH__ >= 900
@@ -102,6 +103,7 @@ void fetch_weights(unsigned char* region, const bf16* weight, unsigned barrier, 
     __syncwarp();  // what comes is expected before it does
     for (int r = lane; r < rows; r += WARP) load_bytes_once(shared_address(region) + r * STRIDE, row(r), P::INPUTS * 2, barrier, policy);
 #else
+    constexpr int OF_ROW = P::INPUTS / VECTOR;
     for (int i = threadIdx.x; i < rows * OF_ROW; i += THREADS) {
         const int r = i / OF_ROW, vector = i % OF_ROW;
         copy_async_once(shared_address(region) + r * STRIDE + vector * 16, row(r) + vector * VECTOR, true, policy);

@@ -12,7 +12,7 @@
 #include "decode_model.cuh"
 #include "handover.cuh"
 
-constexpr int SHARES = 4, SMALLEST_SHARE = 64;  // not tuned
+constexpr int SHARES = 4, SMALLEST_SHARE = 64;  // 8 took longer, 128 as long
 constexpr int LANES = 8, TEAMS = THREADS / LANES, OF_WARP = WARP / LANES;
 
 inline float minus_infinity() { return __int_as_float(0xff800000); }
@@ -33,7 +33,7 @@ struct Attention {
     int behind(int row) const { return ROWS == 1 ? 0 : row % count; }  // the cache's last
     int visible(int row) const { return held + behind(row) + 1; }
     int share(int row) const { return max((visible(row) + SHARES - 1) / SHARES, SMALLEST_SHARE); }
-    long long cached(int row, int shared, int j) const {  // passes 2^31 with 64 rows of 2^25 elements
+    long long cached(int row, int shared, int j) const {  // may pass 2^31
         return (((long long)sequence(row) * context + j) * M::KV_HEADS + shared) * M::HEAD_DIM;
     }
 };
@@ -81,7 +81,7 @@ void take_fresh(bf16* handed, const Attention<M, ROWS>& a, int row, int head, in
     }
 }
 
-// Floats of shared memory that make_shares works with, behind `handed`: each warp's o, m and l.
+// Of shared memory that make_shares works with: `handed`, and each warp's o, l and m.
 template <typename M, int ROWS>
 constexpr int SHARES_BYTES = (1 + 2 * ROWS) * M::HEAD_DIM * 2 + WARPS * (M::HEAD_DIM + 2) * 4;
 

@@ -18,7 +18,7 @@
 //       element of the stream adds to it in both products that do, and keeps it.
 // Latency: a phase's few bytes take less time than the way to memory. So the weights of the products to come are on their way
 //       whatever the phase; what else it needs of memory is asked for before the block waits for the others. What is left is
-//       the instructions of a phase, one after the other: the model's sizes are constants, of which the compiler makes few.
+//       the instructions of a phase, one after the other: the model's sizes are constants, so that there are few.
 // Precision: products of bf16, summed in fp32; norms, attended rows, qkv, act and the results are rounded to bf16, the stream is not.
 // Determinism: every sum has a fixed order, which depends on the model, the GPU and the row's position, but not on ROWS; multiply-adds
 //              are written out, since the compiler would choose others for other ROWS.
@@ -95,6 +95,30 @@ void publish_packed(Word* row, const Result& result, int distance, float a, floa
     if (result.valid) publish(row + at / 2, odd ? pack(other, b) : pack(a, other), tag);
 }
 
+// What a launch is given: what the cache holds, and of each row its position and its token. It may lie in the host's memory, 2 us away
+// and further the more blocks ask: block 0 asks, and hands it on.
+template <int ROWS>
+constexpr int GIVEN = 1 + 2 * ROWS;
+
+template <int ROWS>
+int ask(const int* tokens, const int* start, const int* length, int count) {
+    const int row = (int)threadIdx.x - 1;
+    if (blockIdx.x > 0 || threadIdx.x >= GIVEN<ROWS>) return 0;
+    if (row < 0) return *length;
+    return row < ROWS ? row % count - start[row] : tokens[row - ROWS];
+}
+
+template <int ROWS>
+void hand_on(int* given, Word* words, int asked, unsigned tag) {
+    if (threadIdx.x < GIVEN<ROWS>) {
+        if (blockIdx.x == 0) publish(words + threadIdx.x, (unsigned)asked, tag);
+        unsigned come[1];
+        while (!load_published(come, words + threadIdx.x, tag)) {}
+        given[threadIdx.x] = (int)come[0];
+    }
+    __syncthreads();  // what was given, written above, is read by all
+}
+
 // Grid: BLOCKS, which are on the GPU at once. Block: THREADS. BYTES: of shared memory.
 template <int ROWS, int REGIONS, int BYTES, int BLOCKS, int DIM, int HEADS, int KV_HEADS, int HEAD_DIM, int FFN, bool ROPE, bool GATED>
 __global__ void __launch_bounds__(THREADS, 1)
@@ -107,10 +131,10 @@ __global__ void __launch_bounds__(THREADS, 1)
                 float eps) {
     using M = Model<BLOCKS, DIM, HEADS, KV_HEADS, HEAD_DIM, FFN, ROPE, GATED>;
     using Of = Memory<M, ROWS, REGIONS>;
-    constexpr int WIDTH = M::WIDTH, GIVEN = 1 + 2 * ROWS;  // what the cache holds, and of each row its position and token
+    constexpr int WIDTH = M::WIDTH;
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ Norm<M, ROWS> normalise;
-    __shared__ int given[GIVEN];
+    __shared__ int given[GIVEN<ROWS>];
     __shared__ unsigned long long barriers[REGIONS];
     unsigned char* const scratch = memory + Of::WEIGHTS;  // the rows, or what makes shares
     static_assert(BYTES == Of::WEIGHTS + Of::SUMS + larger(ROWS_BYTES<M, ROWS>, SHARES_BYTES<M, ROWS>));
@@ -123,31 +147,19 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) products.arrived.init(REGIONS, 1), fence_barrier_init();
 #endif
 
-    // May lie in the host's memory, 2 us away and further the more blocks ask: one does.
-    int asked = 0;
-    if (blockIdx.x == 0 && threadIdx.x < GIVEN) {
-        const int i = threadIdx.x - 1;
-        asked = *(i < 0 ? length : i < ROWS ? start + i : tokens + (i - ROWS));
-        if (i >= 0 && i < ROWS) asked = i % count - asked;
-    }
-    const Tags tags(tag_memory);
+    const int asked = ask<ROWS>(tokens, start, length, count);
+    const Tags tags(tag_memory);  // the block meets, and so the barriers are ready for all
     products.template fetch<QKV>(QKV);
     if (REGIONS > 1) products.template fetch<PROJ>(PROJ);
     if (REGIONS > 2) products.template fetch<UP>(UP), products.template fetch<DOWN>(DOWN);
-    if (threadIdx.x < GIVEN) {
-        if (blockIdx.x == 0) publish(words + threadIdx.x, (unsigned)asked, tags.of(1));
-        unsigned come[1];
-        while (!load_published(come, words + threadIdx.x, tags.of(1))) {}
-        given[threadIdx.x] = come[0];
-    }
-    __syncthreads();  // what was given, written above, is read by all
+    hand_on<ROWS>(given, words, asked, tags.of(1));
     const int held = given[0], *const positions = given + 1, *const ids = given + 1 + ROWS;
 
-    Word* const stream = words + parts(GIVEN, 2) * 2;
+    Word* const stream = words + parts(GIVEN<ROWS>, 2) * 2;
     Word* const qkv = stream + ROWS * DIM;
     Word* const act = qkv + ROWS * WIDTH / 2;
     Word* const state = act + ROWS * FFN / 2;
-    Word* const sum = state + 2 * ROWS * HEADS * SHARES;
+    Word* const share_sums = state + 2 * ROWS * HEADS * SHARES;
 
     const auto embedding = [&](float (&x)[PART], int r, int i) {
         float at_position[PART] = {};
@@ -181,11 +193,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < layers; i++) {
         const int n = i * PRODUCTS;
         const long long parameters = i * stride;
-        const auto shift = [&](const float* bias) { return bias ? bias + parameters : nullptr; };
+        const auto of_layer = [&](const float* bias) { return bias ? bias + parameters : nullptr; };
         products.template run<QKV>(
             n + QKV,
             [&] {
-                const float *const scale = norm1_weight + parameters, *const bias = shift(norm1_bias);
+                const float *const scale = norm1_weight + parameters, *const bias = of_layer(norm1_bias);
                 if (i == 0) normalise.make(rows, scale, bias, eps, embedding, keep_none);
                 else normalise.make(rows, scale, bias, eps, from_stream(tags.of(n + QKV)), keep_none);
             },
@@ -195,7 +207,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 publish_packed(qkv + result.row * WIDTH / 2, result, Product<M, QKV>::DISTANCE, turned, b, tags.of(1 + n + QKV));
             });
         const long long cached = (long long)i * (ROWS / count) * context * KV_HEADS * HEAD_DIM;
-        const Attention<M, ROWS> attention = {qkv, keys + cached, values + cached, state, sum, tags.of(n + PROJ), tags.of(1 + n + PROJ),
+        const Attention<M, ROWS> attention = {qkv, keys + cached, values + cached, state, share_sums, tags.of(n + PROJ), tags.of(1 + n + PROJ),
                                               held, count, context};
         make_shares(attention, scratch);
         products.template run<PROJ>(
@@ -212,7 +224,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         products.template run<UP>(
             n + UP,
             [&] {
-                const float* const bias = shift(norm2_bias);
+                const float* const bias = of_layer(norm2_bias);
                 normalise.make(rows, norm2_weight + parameters, bias, eps, from_stream(tags.of(n + UP)), keep_none);
             },
             [&](const auto& result, float a, float b) {

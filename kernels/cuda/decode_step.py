@@ -50,7 +50,7 @@ def decode_step(
     Precision: bf16 products summed in fp32; the stream is fp32, all else that a product reads, and the results, rounded to bf16.
     Determinism: bitwise repeatable on one GPU; a row's bits do not depend on how many rows there are.
     Cost: reads each weight once, and the cache's rows H / KV times (from L2 all but once). The model's sizes are the kernel's
-        constants, so each model is compiled for itself, once.
+        constants, so the kernel is compiled once for each model and number of rows.
     Memory: of its own, kept by the device, 8 bytes for each word that blocks hand over.
     """
     c = config
@@ -68,25 +68,26 @@ def decode_step(
     tensors |= {"norm_weight": parameters["norm.weight"], "norm_bias": parameters.get("norm.bias")}
     tensors |= {"token_weight": parameters["tok.weight"], "position_weight": parameters.get("pos.weight"), "head_weight": head}
     arrays = (logits, norm, keys, values, *tensors.values())
-    assert all(x is None or x.data.ptr % VECTOR_BYTES == 0 for x in arrays), "decode_step: an array is not aligned"
+    stride = _stride(c, weights, parameters)
+    aligned = all(x is None or x.data.ptr % VECTOR_BYTES == 0 for x in arrays) and stride % _TILE == 0
+    assert aligned and len(head) % _TILE == 0, "decode_step: an array is not aligned"
     device.launch(
         STEP, template, device.processors, _THREADS, shared_bytes=shared_bytes,
         logits=logits, norm=norm, tokens=tokens, start=start, length=length, keys=keys, values=values, words=words,
-        tag_memory=tags, table=table, **tensors, stride=_stride(c, weights, parameters), layers=c.layers,
+        tag_memory=tags, table=table, **tensors, stride=stride, layers=c.layers,
         count=tokens.shape[1], context=c.context, vocab=len(head), eps=c.norm_eps,
     )  # fmt: skip
 
 
 def fused_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int:
-    """Most rows that decode_step takes of such a model.
+    """Most rows that decode_step takes of such a model: MOST_ROWS or none, so that a row's bits do not depend on how many come.
 
-    0 where the precision is another than bf16, a width is no multiple of 8, or a multiprocessor's shared memory does not hold its
-    part of the largest product's weights beside a row.
+    None where the precision is another than bf16, a width is no multiple of 8, or a multiprocessor's shared memory does not hold
+    its part of the largest product's weights beside the rows, or that part has more outputs than a block has threads for.
     """
-    if dtype != BF16 or any(width % _TILE for width in (config.dim, config.ffn, config.head_dim)):
-        return 0
-    allowed = range(MOST_ROWS, 0, -1)
-    return next((rows for rows in allowed if _template(config, rows, device.processors, device.shared_bytes)), 0)
+    even = all(width % _TILE == 0 for width in (config.dim, config.ffn, config.head_dim))
+    fits = dtype == BF16 and even and _template(config, MOST_ROWS, device.processors, device.shared_bytes)
+    return MOST_ROWS if fits else 0
 
 
 def _template(c: ModelConfig, rows: int, blocks: int, shared_bytes: int) -> tuple[Template, int] | None:
@@ -152,9 +153,11 @@ def _examples() -> tuple[Template, ...]:
     gpt2 = ModelConfig(50257, 12, 12, 12, 768, 3072, 1024, norm="layernorm", position="learned", mlp="gelu", bias=True)
     euler = ModelConfig(4096, 16, 12, 4, 768, 2048, 512)
     small = ModelConfig(512, 4, 4, 2, 128, 344, 128)
-    cases = ((gpt2, 1, 132, 227), (gpt2, 4, 132, 227), (gpt2, 1, 128, 99), (euler, 1, 132, 227), (small, 3, 28, 99))
-    found = (_template(c, rows, blocks, kib * 1024) for c, rows, blocks, kib in cases)
-    return tuple(one[0] for one in found if one is not None)
+    of_gpt2 = ((gpt2, 1, 132, 227), (gpt2, 4, 132, 227), (gpt2, 1, 128, 99), (gpt2, 4, 128, 99))
+    cases = (*of_gpt2, (euler, 1, 132, 227), (small, 3, 28, 99))
+    found = [_template(c, rows, blocks, kib * 1024) for c, rows, blocks, kib in cases]
+    assert all(found), "decode_step: an example does not fit"
+    return tuple(one[0] for one in found if one)
 
 
 STEP = Kernel("decode_step.cu", "decode_step", _examples(), open=True)

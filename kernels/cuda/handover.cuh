@@ -3,7 +3,7 @@
 // load it is the way to the second-level cache and back; a barrier takes that way three times.
 //
 // Tags: a launch counts on from where the last one ended, so that no word holds the tag of a write to come; a memory that only this
-//       kernel writes, zero at first, keeps them. Tag 0 is never waited for.
+//       kernel writes, zero at first, keeps them. Tag 0 is not waited for in the first 2^32.
 // Order: none is needed between words. A word is written again only by a block that has read what was made, directly or by way of others,
 //        from all of its readers' results; and a block writes its results after __syncthreads, behind which all its reads are done.
 // All blocks must be on the GPU at once: at most one for each multiprocessor, of which each can hold one. A plain launch is then
@@ -72,7 +72,7 @@ struct Tags {
     unsigned* memory;  // [2]: the last launch's last tag, blocks that have read it
     unsigned base;
 
-    // All threads of a block.
+    // All threads of a block, which meet here.
     explicit Tags(unsigned* memory_) : memory(memory_), base(*(volatile unsigned*)memory_) {
         __syncthreads();  // all threads have read the count
         if (threadIdx.x == 0) {

@@ -1,5 +1,5 @@
-// What Hopper (sm_90a) adds, one function an instruction: the copy engine (TMA), barriers in shared memory that count bytes,
-// products of a whole warpgroup (wgmma), and registers handed from one warpgroup to another.
+// What Hopper adds, one function an instruction: the copy engine (TMA) and barriers in shared memory that count bytes, of sm_90 and
+// later; products of a whole warpgroup (wgmma) and registers handed from one warpgroup to another, of sm_90a alone.
 //
 // A warpgroup is 4 warps, the first of which has a number that 4 divides. Shared memory is addressed by 32-bit byte addresses.
 //
@@ -103,7 +103,7 @@ inline void store_box(const TensorMap& map, unsigned tile, int d, int head, int 
 }
 
 // Start to copy `bytes`, of which 16 divides all three, to shared memory, where they count at the barrier.
-inline void load_bytes(unsigned target, const float* source, int bytes, unsigned barrier) {
+inline void load_bytes(unsigned target, const void* source, int bytes, unsigned barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
                  "l"(source), "r"(bytes), "r"(barrier)
                  : "memory");

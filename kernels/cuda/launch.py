@@ -49,7 +49,7 @@ class Kernel:
     Args:
         source: the file's name.
         name: the __global__ function.
-        instances: the template arguments with which it is launched, all of them, for the test that compiles each.
+        instances: the template arguments with which it is launched, all of them unless `open`, for the test that compiles each.
         hopper: whether it uses instructions of sm_90a alone.
         early: whether it may start before the kernel before it has ended, see overlap.cuh.
         open: whether its template arguments follow the model's sizes, of which `instances` are examples.

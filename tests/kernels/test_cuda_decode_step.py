@@ -30,7 +30,7 @@ def model(layers: int, heads: int, kv_heads: int, dim: int, ffn: int, context: i
 
 
 # Fewer tiles than there are blocks and more, inputs and items that end within a step, weights in four regions, in two and in one
-# (of a GPU with 227 KiB), keys for one share and for all, shared keys.
+# (of a GPU with 227 KiB), rows of more elements than a block takes at once, keys for one share and for all, shared keys.
 MODELS = {
     "gpt2": model(3, 4, 4, 256, 512, 300, **GPT2),
     "euler": model(3, 8, 2, 512, 344, 300),
@@ -39,8 +39,10 @@ MODELS = {
     "euler widest": model(1, 12, 4, 1536, 3584, 300),
     "gpt2 uneven": model(2, 3, 3, 120, 56, 70, **GPT2),
     "euler uneven": model(2, 6, 3, 336, 104, 70),
+    "euler two passes": model(1, 20, 4, 1600, 104, 70),
     "mixed": model(1, 2, 1, 256, 64, 130, norm="layernorm", bias=True),
     "mixed uneven": model(2, 5, 1, 40, 24, 20, position="learned"),
+    "narrow heads": model(1, 5, 5, 40, 24, 20),
 }
 
 
@@ -153,6 +155,22 @@ def test_bits_of_a_row_do_not_depend_on_the_others(name: str) -> None:
         assert_same_bits({key: alone[key] for key in rows}, rows)
 
 
+# A new key that the row before it sees, or another order of sums with more rows: drafts would be verified by other bits.
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2 wide", "euler wide"])
+def test_bits_of_new_tokens_are_those_of_one_after_the_other(name: str) -> None:
+    c, side = MODELS[name], Gpu(BF16)
+    arrays = arrays_of(c, 1, 3, c.context // 2)
+    together, held = runner(c)(side, arrays), int(arrays["held"])
+    for i in range(3):
+        one = arrays | {"tokens": arrays["tokens"][:, i : i + 1], "held": np.array(held + i, np.int32)}
+        alone = runner(c)(side, one)
+        rows = {key: together[key][i : i + 1] for key in ("logits", "norm")}
+        assert_same_bits({key: alone[key] for key in rows}, rows)
+        for cached in ("keys", "values"):
+            arrays[cached][:, :, held + i] = alone[cached][:, :, 0]
+
+
 # A tag that counts wrong after some number of launches, or whose count one model leaves to the next.
 @pytest.mark.gpu
 def test_many_launches_in_turn() -> None:
@@ -190,7 +208,7 @@ def test_replayed_tokens_are_those_of_a_forward_pass(name: str) -> None:
 
 # A precision or a width that the kernel would read wrongly, or shared memory that it would write beyond.
 @pytest.mark.parametrize(
-    ("dtype", "width", "kib", "rows"), [(BF16, 256, 227, 4), (FLOAT, 256, 227, 0), (BF16, 260, 227, 0), (BF16, 256, 12, 0)]
+    ("dtype", "width", "kib", "rows"), [(BF16, 256, 227, 4), (FLOAT, 256, 227, 0), (BF16, 260, 227, 0), (BF16, 4096, 24, 0)]
 )
 def test_rows_that_are_taken(dtype: np.dtype[Any], width: int, kib: int, rows: int) -> None:
     pytest.importorskip("cupy", reason="CuPy is not installed")
