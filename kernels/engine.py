@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.batch import Batch, check, head_targets
-from kernels.config import ModelConfig, Numerics
+from kernels.config import ModelConfig, Numerics, Optimizer
 from kernels.decoding import Decoding
 from kernels.devices import open_ops
 from kernels.memory import Arena, check_fits, plan, report
 from kernels.model import Transformer
-from kernels.parameters import initial_weights, named, parameter_table, run_flags
+from kernels.parameters import Matrices, hidden_matrices, initial_weights, named, parameter_table, run_flags
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """The optimizer's constants; grad_clip 0 does not clip."""
+    """The optimizer's constants; grad_clip 0 does not clip. Where Muon updates a matrix it takes the last two."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -63,6 +63,7 @@ class Engine(Decoding):
         seed: of the initial weights; None leaves them zero, for load to fill.
         training: whether gradients, moments and each layer's activations are held.
         dtype: np.float64 makes an engine whose gradients can be checked by differences.
+        optimizer: "muon" updates the blocks' matrices by kernels.cpu.muon, all else by AdamW, which "adamw" does with everything.
 
     Raises:
         ValueError: the device or precision is not to be had, or the model does not fit; the message says what to set.
@@ -79,12 +80,14 @@ class Engine(Decoding):
         seed: int | None = 0,
         training: bool = True,
         dtype: type[np.floating[Any]] = np.float32,
+        optimizer: Optimizer = "adamw",
     ) -> None:
         self.ops = open_ops(device, numerics, threads=threads, dtype=dtype)
         self.config, self.micro_batch, self.training, self.device = config, micro_batch, training, self.ops.name
         self._table, self._step = parameter_table(config), 0
         self._first = True  # whether the next micro-batch is its update's first, which overwrites the products' gradients
-        self._plan = plan(config, numerics, micro_batch, self.ops, training=training)
+        self._hidden = hidden_matrices(config) if optimizer == "muon" else []
+        self._plan = plan(config, numerics, micro_batch, self.ops, training=training, optimizer=optimizer)
         check_fits(self._plan, micro_batch, self.ops.memory_bytes())
         self._arena = Arena(self._plan, self.ops.allocate)
         self._flat = {buffer.name: self._arena.view(buffer.name, buffer.shape) for buffer in self._plan if buffer.fixed}
@@ -95,14 +98,15 @@ class Engine(Decoding):
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.view("workspace", self._plan[-1].shape))
         if training:
-            self.ops.upload(self._flat["flags"], run_flags(self._table))
+            self.ops.upload(self._flat["flags"], run_flags(self._table, optimizer))
         if seed is not None:
             self.load(initial_weights(config, seed))
 
     def describe(self) -> str:
         """What was chosen, in a line."""
         count = sum(p.size for p in self._table)
-        return f"{self.ops.describe(self.config)}; {count:,} parameters"
+        muons = f"Muon for {sum(p.size for p in self._table if p.hidden):,} of " if self._hidden else ""
+        return f"{self.ops.describe(self.config)}; {muons}{count:,} parameters"
 
     def plan_report(self) -> str:
         """The memory plan, a line a kind."""
@@ -179,7 +183,7 @@ class Engine(Decoding):
         """Sum gradients and losses over all ranks; one device has nothing to sum."""
 
     def update(self, optimizer: AdamW, lr: float, meanwhile: Callable[[], None] = lambda: None) -> Update:
-        """Clip the accumulated gradient and apply AdamW once; the next micro-batch begins a new gradient.
+        """Clip the accumulated gradient and apply the optimizer once; the next micro-batch begins a new gradient.
 
         One whose norm is not finite is not applied and goes on, so that first_nonfinite can name its tensor.
         `meanwhile` is called before the results are waited for: a GPU computes on.
@@ -204,6 +208,15 @@ class Engine(Decoding):
             beta1=o.beta1, beta2=o.beta2, eps=o.eps,
             weight_decay=o.weight_decay, grad_clip=o.grad_clip,
         )  # fmt: skip
+        for matrices in self._hidden:
+            self.ops.muon(*self._muon_arrays(matrices), norm, lr, weight_decay=o.weight_decay, grad_clip=o.grad_clip)
+
+    def _muon_arrays(self, matrices: Matrices) -> list[Array | None]:
+        """Matrices themselves, their momentum, gradient and copy that products read if there is one, and the scratch."""
+        names, (layers, count, m, n) = ("parameters", "exp_avg", "gradients", "weights"), matrices.shape
+        own = [matrices.view(self._flat[name]) if name in self._flat else None for name in names]
+        scratch = (("muon_x", (layers * count, m, n)), ("muon_gram", (layers * count, min(m, n), min(m, n))))
+        return own + [self._arena.view(name, shape, i) for name, shape in scratch for i in (0, 1)]
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Loss and accuracy of every prediction head; gradients and loss sums stay as they are."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kernels.config import ModelConfig, Numerics
-from kernels.parameters import RUN, flat_size, parameter_table
+from kernels.config import ModelConfig, Numerics, Optimizer
+from kernels.parameters import RUN, flat_size, hidden_matrices, parameter_table
 
 Array = np.ndarray[Any, Any]
 
@@ -23,7 +23,7 @@ MOST_VIEWS = 4096
 # Logits are held for no more rows at once than this allows; a head goes over its rows in as many parts as it takes.
 LOGITS_BYTES = 2**30
 # The kinds of buffers whose size the parameters alone decide.
-FIXED = ("parameters", "gradients", "moments")
+FIXED = ("parameters", "gradients", "moments", "muon")
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,13 @@ def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any], storage: 
     return plan
 
 
+def muon_plan(config: ModelConfig, storage: np.dtype[Any]) -> list[Buffer]:
+    """What Muon makes an update in: twice the most matrices that it takes at once, and twice their products with themselves."""
+    shapes = [(layers * count, m, n) for layers, count, m, n in (matrices.shape for matrices in hidden_matrices(config))]
+    sizes = {"muon_x": max(map(math.prod, shapes)), "muon_gram": max(count * min(m, n) ** 2 for count, m, n in shapes)}
+    return [Buffer(name, "muon", (size,), storage, 2) for name, size in sizes.items()]
+
+
 def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtype[Any]) -> list[Buffer]:
     """What comes in with each batch, and the numbers that vary from step to step or go back to the host."""
     heads, integer = config.mtp_heads, np.dtype(np.int32)
@@ -175,6 +182,7 @@ def memory_plan(
     dtype: np.dtype[Any] = np.dtype(np.float32),  # noqa: B008 (immutable)
     storage: np.dtype[Any] | None = None,
     workspace_bytes: int = 0,
+    optimizer: Optimizer = "adamw",
 ) -> list[Buffer]:
     """Everything an engine of this configuration holds; computed without allocating any of it.
 
@@ -183,21 +191,26 @@ def memory_plan(
         dtype: of parameters, gradients, moments, statistics and losses.
         storage: of activations and of the weights that products read; dtype where it is not given.
         workspace_bytes: what the device's operations need while they run.
+        optimizer: as the engine's.
     """
     rows = micro_batch * config.context
     plan = parameter_plan(flat_size(parameter_table(config)), training=training, dtype=dtype, storage=storage)
     plan += input_plan(config, rows, training=training, dtype=dtype)
     plan += activation_plan(config, numerics, rows, training=training, dtype=dtype, storage=storage)
+    if training and optimizer == "muon":
+        plan += muon_plan(config, storage or dtype)
     if workspace_bytes:
         plan.append(Buffer("workspace", "workspace", (workspace_bytes,), np.dtype(np.uint8)))
     return plan
 
 
-def plan(config: ModelConfig, numerics: Numerics, micro_batch: int, ops: Any, *, training: bool = True) -> list[Buffer]:
+def plan(
+    config: ModelConfig, numerics: Numerics, micro_batch: int, ops: Any, *, training: bool = True, optimizer: Optimizer = "adamw"
+) -> list[Buffer]:
     """The memory plan of an engine over a device's operations."""
     return memory_plan(
         config, numerics, micro_batch, training=training, dtype=ops.dtype, storage=ops.storage,
-        workspace_bytes=ops.workspace_bytes(config, micro_batch * config.context),
+        workspace_bytes=ops.workspace_bytes(config, micro_batch * config.context), optimizer=optimizer,
     )  # fmt: skip
 
 

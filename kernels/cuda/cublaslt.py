@@ -35,6 +35,7 @@ INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.ma
 # cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
 _TYPES, _NAMES = {FLOAT: 0, BF16: 14}, {FLOAT: "fp32", BF16: "bf16"}
 _COMPUTE = {"fp32": 68, "bf16": 68, "tf32": 77}
+_BATCH_COUNT, _BATCH_OFFSET = 5, 6
 _TRANSPOSE_FIRST, _TRANSPOSE_SECOND, _EPILOGUE, _BIAS, _AUX, _AUX_ROW = 3, 4, 7, 8, 11, 12
 _EPILOGUES = {"": 1, "bias": 4, "gelu": 160, "bias gelu": 164, "gelu backward": 192}
 _MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
@@ -60,10 +61,11 @@ class Product(NamedTuple):
     Args:
         inputs, output: element types.
         precision: what the factors are rounded to: "fp32", "tf32" or "bf16".
-        alignments: of the addresses of a, b and out, in bytes.
+        alignments: of the addresses of a, b and out, in bytes; of every matrix of a batch.
         epilogue: what is done to each sum before it is rounded, "" for nothing: "bias", a row (n,) is added; "gelu", it is kept
             in `aux` (m, n) and becomes its GELU; "bias gelu", both; "gelu backward", it is multiplied by GELU's derivative at
             aux. Bias and aux are of the output's type.
+        batch: that many such products, without an epilogue, where the arrays are (batch, ..).
     """
 
     m: int
@@ -77,12 +79,14 @@ class Product(NamedTuple):
     precision: str
     alignments: tuple[int, int, int]
     epilogue: str = ""
+    batch: int = 1
 
     def __str__(self) -> str:
         operation = f"{'T' if self.transpose_a else 'N'}{'T' if self.transpose_b else 'N'}{'+' if self.accumulate else ''}"
         alignments = ",".join(map(str, self.alignments))
         types = f"{_NAMES[self.inputs]}-{_NAMES[self.output]} {self.precision}{self.epilogue and ' '}{self.epilogue}"
-        return f"{self.m}x{self.n}x{self.k} {operation} {types} {alignments}"
+        batch = f"{self.batch} of " if self.batch > 1 else ""
+        return f"{batch}{self.m}x{self.n}x{self.k} {operation} {types} {alignments}"
 
 
 def multiply(
@@ -103,13 +107,15 @@ def plan(
     epilogue: str = "", bias: Any = None, aux: Any = None,
 ) -> "Plan":  # fmt: skip
     """The plan of a product, made at the first call for its shape; afterwards `out` holds what it did, or the product."""
-    (m, n), k = out.shape, a.shape[0 if transpose_a else 1]
-    alignments = _alignment(a), _alignment(b), _alignment(out)
-    product = Product(m, n, k, transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision, alignments, epilogue)
+    *batch, m, n = out.shape
+    k, alignments = a.shape[-2 if transpose_a else -1], (_alignment(a), _alignment(b), _alignment(out))
+    how = transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision, alignments, epilogue
+    product = Product(m, n, k, *how, *batch)
     found = _PLANS.get(product)
     if found is None:
         assert not device.stream.is_capturing(), f"cuBLASLt: {product} has to run once before a graph captures it"
-        assert a.shape == ((k, m) if transpose_a else (m, k)) and b.shape == ((n, k) if transpose_b else (k, n)), product
+        assert a.shape == (*batch, *((k, m) if transpose_a else (m, k))), product
+        assert b.shape == (*batch, *((n, k) if transpose_b else (k, n))), product
         assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), product
         found = Plan(product)
         found.choose(device, out, a, b, bias, aux)
@@ -143,9 +149,9 @@ class Plan:
         self._set(_EPILOGUE, c_int32(_EPILOGUES[p.epilogue]))
         if "gelu" in p.epilogue:
             self._set(_AUX_ROW, c_int64(p.n))
-        self._first = _layout(p.inputs, *((p.k, p.n) if p.transpose_b else (p.n, p.k)))
-        self._second = _layout(p.inputs, *((p.m, p.k) if p.transpose_a else (p.k, p.m)))
-        self._out = _layout(p.output, p.n, p.m)
+        self._first = _layout(p.inputs, *((p.k, p.n) if p.transpose_b else (p.n, p.k)), p.batch)
+        self._second = _layout(p.inputs, *((p.m, p.k) if p.transpose_a else (p.k, p.m)), p.batch)
+        self._out = _layout(p.output, p.n, p.m, p.batch)
         self._one, self._beta = c_float(1), c_float(int(p.accumulate))
         self.candidates = self._offered()
         if not self.candidates:
@@ -223,14 +229,18 @@ def _scratch(like: Any) -> Any:
 
 
 def _alignment(array: Any) -> int:
-    return next((size for size in _BYTES if array.data.ptr % size == 0), 1)
+    apart = array.strides[0] if array.ndim == 3 else 0
+    return next((size for size in _BYTES if array.data.ptr % size == 0 and apart % size == 0), 1)
 
 
-def _layout(dtype: np.dtype[Any], rows: int, columns: int) -> c_void_p:
-    """Of a column-major matrix without gaps."""
+def _layout(dtype: np.dtype[Any], rows: int, columns: int, batch: int) -> c_void_p:
+    """Of column-major matrices without gaps."""
     layout = c_void_p()
     status = _library().cublasLtMatrixLayoutCreate(byref(layout), _TYPES[dtype], rows, columns, rows)
     _check(status, "MatrixLayoutCreate")
+    for attribute, value in ((_BATCH_COUNT, c_int32(batch)), (_BATCH_OFFSET, c_int64(rows * columns))) if batch > 1 else ():
+        status = _library().cublasLtMatrixLayoutSetAttribute(layout, attribute, byref(value), sizeof(value))
+        _check(status, "MatrixLayoutSetAttribute")
     return layout
 
 
@@ -247,6 +257,7 @@ def _library() -> ctypes.CDLL:
         raise ValueError(f"CUDA: the library cuBLASLt was not found ({error}); {INSTALL}") from None
     lib.cublasLtGetVersion.restype = c_size_t
     lib.cublasLtMatrixLayoutCreate.argtypes = [c_void_p, c_int, c_uint64, c_uint64, c_int64]
+    lib.cublasLtMatrixLayoutSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
     lib.cublasLtMatmulDescSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
     lib.cublasLtMatmulPreferenceSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
     lib.cublasLtMatmulPreferenceDestroy.argtypes = [c_void_p]

@@ -63,7 +63,7 @@ def test_count_of_euler() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_an_update_does_with_a_run(name: str) -> None:
     table = parameter_table(MODELS[name])
-    flags = np.repeat(run_flags(table), RUN)
+    flags = np.repeat(run_flags(table, "adamw"), RUN)
     for p in table:
         matrix = p.name.endswith(".weight") and "norm" not in p.name
         embedding = p.name == "pos.weight" or (p.name == "tok.weight" and not MODELS[name].tied_head)
