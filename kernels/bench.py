@@ -113,7 +113,7 @@ class TimedOps:
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self.ops, name)
-        if not name.endswith(("_forward", "_backward")) and name not in ("grad_norm", "adamw"):
+        if not name.endswith(("_forward", "_backward")) and name not in ("grad_norm", "adamw", "muon"):
             return op
 
         def timed(*args: Any, **constants: Any) -> None:

@@ -14,6 +14,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp8"]
 Recompute = Literal["none", "mlp"]
 Matmul = Literal["cublaslt", "own"]
 Attention = Literal["hopper", "mma", "scalar"]
+Optimizer = Literal["adamw", "muon"]
 
 # Rows of the embedding and of each head are padded to a multiple of this, so that a tensor-core product over the
 # vocabulary has whole tiles. Padding rows are zero at the start and receive no gradient, so they stay zero.

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.arena import Arena
 from kernels.batch import Batch, check, head_targets
-from kernels.config import ModelConfig, Numerics
+from kernels.config import ModelConfig, Numerics, Optimizer
 from kernels.decoding import Decoding
 from kernels.devices import open_ops
-from kernels.memory import Arena, check_fits, plan, report
+from kernels.fp8 import fp8_weights
+from kernels.memory import check_fits, plan, report
 from kernels.model import Transformer
-from kernels.parameters import block_products, initial_weights, named, parameter_table, run_flags
+from kernels.parameters import Matrices, hidden_matrices, initial_weights, named, parameter_table, run_flags
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +30,7 @@ STATE = ("parameters", "exp_avg", "exp_avg_sq", "fp8_scales")
 
 @dataclass(frozen=True)
 class AdamW:
-    """The optimizer's constants; grad_clip 0 does not clip."""
+    """The optimizer's constants; grad_clip 0 does not clip. Where Muon updates a matrix it takes the last two."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -66,6 +68,7 @@ class Engine(Decoding):
         seed: of the initial weights; None leaves them zero, for load to fill.
         training: whether gradients, moments and each layer's activations are held.
         dtype: np.float64 makes an engine whose gradients can be checked by differences.
+        optimizer: "muon" updates the blocks' matrices by kernels.cpu.muon, all else by AdamW, which "adamw" does with everything.
 
     Raises:
         ValueError: the device or precision is not to be had, or the model does not fit; the message says what to set.
@@ -82,43 +85,34 @@ class Engine(Decoding):
         seed: int | None = 0,
         training: bool = True,
         dtype: type[np.floating[Any]] = np.float32,
+        optimizer: Optimizer = "adamw",
     ) -> None:
         self.ops = open_ops(device, numerics, threads=threads, dtype=dtype)
         self.config, self.micro_batch, self.training, self.device = config, micro_batch, training, self.ops.name
         self._table, self._step = parameter_table(config), 0
         self._first = True  # whether the next micro-batch is its update's first, which overwrites the products' gradients
-        self._plan = plan(config, numerics, micro_batch, self.ops, training=training)
+        self._hidden = hidden_matrices(config) if optimizer == "muon" else []
+        self._plan = plan(config, numerics, micro_batch, self.ops, training=training, optimizer=optimizer)
         check_fits(self._plan, micro_batch, self.ops.memory_bytes())
         self._arena = Arena(self._plan, self.ops.allocate)
         self._flat = {buffer.name: self._arena.view(buffer.name, buffer.shape) for buffer in self._plan if buffer.fixed}
         self._grads = named(self._flat["gradients"], self._table) if training else {}
         self._weights = named(self._flat["parameters"], self._table)
         read = named(self._flat["weights"], self._table) if "weights" in self._flat else self._weights
-        self._narrow = self._in_fp8(read) if "fp8" in self._flat else {}
+        self._narrow = fp8_weights(self.ops, self._plan, self._arena, self._table, read)
         self._model = Transformer(config, numerics, self.ops, read, self._narrow, self._weights, self._grads, self._arena)
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.view("workspace", self._plan[-1].shape))
         if training:
-            self.ops.upload(self._flat["flags"], run_flags(self._table))
+            self.ops.upload(self._flat["flags"], run_flags(self._table, optimizer))
         if seed is not None:
             self.load(initial_weights(config, seed))
-
-    def _in_fp8(self, read: Mapping[str, Array]) -> dict[str, Any]:
-        """The weights of the blocks' products as those of FP8 take them."""
-        products, found = block_products(self._table), {}
-        casts, transposed = (named(self._flat[name], products) for name in ("fp8", "fp8_transposed"))
-        saved = {buffer.name: buffer.shape for buffer in self._plan}
-        for p, scales, most in zip(products, self._flat["fp8_scales"], self._flat["fp8_most"], strict=True):
-            _, layer, linear, _ = p.name.split(".")
-            kept = self._arena.view(f"fp8_{linear}", saved[f"fp8_{linear}"], int(layer))
-            arrays = read[p.name], casts[p.name], transposed[p.name].reshape(p.shape[::-1]), kept
-            found[p.name] = self.ops.fp8_weight(*arrays, scales=scales, most=most)
-        return found
 
     def describe(self) -> str:
         """What was chosen, in a line."""
         count = sum(p.size for p in self._table)
-        return f"{self.ops.describe(self.config)}; {count:,} parameters"
+        muons = f"Muon for {sum(p.size for p in self._table if p.hidden):,} of " if self._hidden else ""
+        return f"{self.ops.describe(self.config)}; {muons}{count:,} parameters"
 
     def plan_report(self) -> str:
         """The memory plan, a line a kind."""
@@ -199,7 +193,7 @@ class Engine(Decoding):
         """Sum gradients and losses over all ranks; one device has nothing to sum."""
 
     def update(self, optimizer: AdamW, lr: float, meanwhile: Callable[[], None] = lambda: None) -> Update:
-        """Clip the accumulated gradient and apply AdamW once; the next micro-batch begins a new gradient.
+        """Clip the accumulated gradient and apply the optimizer once; the next micro-batch begins a new gradient.
 
         One whose norm is not finite is not applied and goes on, so that first_nonfinite can name its tensor.
         `meanwhile` is called before the results are waited for: a GPU computes on.
@@ -220,13 +214,20 @@ class Engine(Decoding):
         self.ops.grad_norm(norm, flat["gradients"])
         self.ops.adamw(
             flat["parameters"], flat["exp_avg"], flat["exp_avg_sq"], flat["gradients"], flat.get("weights"), flat["flags"],
-            norm, lr, step,
-            beta1=o.beta1, beta2=o.beta2, eps=o.eps,
-            weight_decay=o.weight_decay, grad_clip=o.grad_clip,
+            norm, lr, step, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, grad_clip=o.grad_clip,
         )  # fmt: skip
+        for matrices in self._hidden:
+            self.ops.muon(*self._muon_arrays(matrices), norm, lr, weight_decay=o.weight_decay, grad_clip=o.grad_clip)
         if self._narrow:
             self.ops.fp8_rescale(flat["fp8_scales"], flat["fp8_most"])
         self._cast_weights()
+
+    def _muon_arrays(self, matrices: Matrices) -> list[Array | None]:
+        """Matrices themselves, their momentum, gradient and copy that products read if there is one, and the scratch."""
+        names, (layers, count, m, n) = ("parameters", "exp_avg", "gradients", "weights"), matrices.shape
+        own = [matrices.view(self._flat[name]) if name in self._flat else None for name in names]
+        scratch = (("muon_x", (layers * count, m, n)), ("muon_gram", (layers * count, min(m, n), min(m, n))))
+        return own + [self._arena.view(name, shape, i) for name, shape in scratch for i in (0, 1)]
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Loss and accuracy of every prediction head; gradients and loss sums stay as they are."""
@@ -259,13 +260,11 @@ class Engine(Decoding):
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         """Go on from a state of an engine of the same configuration."""
-        for name in STATE:
-            if name in self._flat:
-                self.ops.upload(self._flat[name], state[name])
+        for name in self._flat.keys() & STATE:
+            self.ops.upload(self._flat[name], state[name])
         self._copy_weights()
-        for name in ("gradients", "fp8_most"):
-            if name in self._flat:
-                self.ops.fill_zero(self._flat[name])
+        for name in self._flat.keys() & ("gradients", "fp8_most"):
+            self.ops.fill_zero(self._flat[name])
         self.ops.fill_zero(self._arena.view("nll_sums", (self.config.mtp_heads,)))
         self._step, self._first = int(state["step"]), True
 

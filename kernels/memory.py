@@ -1,56 +1,20 @@
-"""The plan of every byte an engine holds, and the arena that holds them.
+"""The plan of every byte an engine holds.
 
 All buffers are known before the first step: nothing is allocated while training, and what doesn't fit is refused at once.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kernels.config import ModelConfig, Numerics
-from kernels.parameters import RUN, Parameter, block_products, flat_size, parameter_table
+from kernels.arena import Buffer
+from kernels.config import ModelConfig, Numerics, Optimizer
+from kernels.fp8 import fp8_plan
+from kernels.parameters import RUN, flat_size, hidden_matrices, parameter_table
 
-Array = np.ndarray[Any, Any]
-
-# Every buffer starts at a multiple of this, for vector loads.
-ALIGNMENT_BYTES = 256
-# Views that an arena keeps, since making one takes a device's library some microseconds, which a decoded token waits for.
-MOST_VIEWS = 4096
 # Logits are held for no more rows at once than this allows; a head goes over its rows in as many parts as it takes.
 LOGITS_BYTES = 2**30
-# The kinds of buffers whose size the parameters alone decide.
-FIXED = ("parameters", "gradients", "moments")
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One named array of the plan; `kind` groups it in the report, `layers` makes one a layer."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    layers: int = 1
-
-    @property
-    def fixed(self) -> bool:
-        """Whether its size does not depend on the batch."""
-        return self.kind in FIXED
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer's array, rounded up to the alignment."""
-        exact = math.prod(self.shape) * self.dtype.itemsize
-        return -(-exact // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all layers' arrays."""
-        return self.layer_bytes * self.layers
 
 
 def activation_plan(
@@ -132,16 +96,11 @@ def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any], storage: 
     return plan
 
 
-def fp8_plan(config: ModelConfig, table: list[Parameter], rows: int) -> list[Buffer]:
-    """What products in FP8 hold: weights' casts; scales and magnitudes; inputs' transposed casts, kept for the way back."""
-    products, pitch = block_products(table), -(-rows // 16) * 16  # the products ask for multiples of 16
-    widths, byte = {p.name.split(".")[2]: p.shape[1] for p in products}, np.dtype(np.uint8)
-    return [
-        *(Buffer(name, "parameters", (flat_size(products),), byte) for name in ("fp8", "fp8_transposed")),
-        Buffer("fp8_scales", "parameters", (len(products), 3), np.dtype(np.float32)),
-        Buffer("fp8_most", "parameters", (len(products), 2), np.dtype(np.int32)),
-        *(Buffer(f"fp8_{name}", "activations", (width * pitch,), byte, config.layers) for name, width in widths.items()),
-    ]
+def muon_plan(config: ModelConfig, storage: np.dtype[Any]) -> list[Buffer]:
+    """What Muon makes an update in: twice the most matrices that it takes at once, and twice their products with themselves."""
+    shapes = [(layers * count, m, n) for layers, count, m, n in (matrices.shape for matrices in hidden_matrices(config))]
+    sizes = {"muon_x": max(map(math.prod, shapes)), "muon_gram": max(count * min(m, n) ** 2 for count, m, n in shapes)}
+    return [Buffer(name, "muon", (size,), storage, 2) for name, size in sizes.items()]
 
 
 def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtype[Any]) -> list[Buffer]:
@@ -188,6 +147,7 @@ def memory_plan(
     dtype: np.dtype[Any] = np.dtype(np.float32),  # noqa: B008 (immutable)
     storage: np.dtype[Any] | None = None,
     workspace_bytes: int = 0,
+    optimizer: Optimizer = "adamw",
 ) -> list[Buffer]:
     """Everything an engine of this configuration holds; computed without allocating any of it.
 
@@ -196,6 +156,7 @@ def memory_plan(
         dtype: of parameters, gradients, moments, statistics and losses.
         storage: of activations and of the weights that products read; dtype where it is not given.
         workspace_bytes: what the device's operations need while they run.
+        optimizer: as the engine's.
     """
     rows, table = micro_batch * config.context, parameter_table(config)
     plan = parameter_plan(flat_size(table), training=training, dtype=dtype, storage=storage)
@@ -203,16 +164,20 @@ def memory_plan(
         plan += fp8_plan(config, table, rows)
     plan += input_plan(config, rows, training=training, dtype=dtype)
     plan += activation_plan(config, numerics, rows, training=training, dtype=dtype, storage=storage)
+    if training and optimizer == "muon":
+        plan += muon_plan(config, storage or dtype)
     if workspace_bytes:
         plan.append(Buffer("workspace", "workspace", (workspace_bytes,), np.dtype(np.uint8)))
     return plan
 
 
-def plan(config: ModelConfig, numerics: Numerics, micro_batch: int, ops: Any, *, training: bool = True) -> list[Buffer]:
+def plan(
+    config: ModelConfig, numerics: Numerics, micro_batch: int, ops: Any, *, training: bool = True, optimizer: Optimizer = "adamw"
+) -> list[Buffer]:
     """The memory plan of an engine over a device's operations."""
     return memory_plan(
         config, numerics, micro_batch, training=training, dtype=ops.dtype, storage=ops.storage,
-        workspace_bytes=ops.workspace_bytes(config, micro_batch * config.context),
+        workspace_bytes=ops.workspace_bytes(config, micro_batch * config.context), optimizer=optimizer,
     )  # fmt: skip
 
 
@@ -241,59 +206,3 @@ def report(plan: list[Buffer]) -> str:
         kinds[buffer.kind] = kinds.get(buffer.kind, 0) + buffer.total_bytes
     kinds["total"] = sum(kinds.values())
     return "\n".join(f"  {kind:<22}{size / 2**20:>12,.1f} MiB" for kind, size in kinds.items())
-
-
-class Arena:
-    """One allocation that holds every buffer of a plan.
-
-    Args:
-        plan: the buffers; names are unique.
-        allocate: gives that many bytes as a zeroed uint8 array of the device.
-    """
-
-    def __init__(self, plan: list[Buffer], allocate: Callable[[int], Array]) -> None:
-        memory = allocate(sum(buffer.total_bytes for buffer in plan) + ALIGNMENT_BYTES)
-        self._flat: dict[tuple[str, int], Array] = {}
-        offset = 0
-        for buffer in plan:
-            assert (buffer.name, 0) not in self._flat
-            exact = math.prod(buffer.shape) * buffer.dtype.itemsize
-            for layer in range(buffer.layers):
-                self._flat[buffer.name, layer] = memory[offset : offset + exact].view(buffer.dtype)
-                offset += buffer.layer_bytes
-        self._layers = {buffer.name: buffer.layers for buffer in plan}
-        self._views: dict[tuple[str, tuple[int, ...], int], Array] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._layers
-
-    def view(self, name: str, shape: tuple[int, ...], layer: int = 0) -> Array:
-        """The first prod(shape) elements of a buffer, in that shape; layers that share one set all get the same."""
-        layer = layer if self._layers[name] > 1 else 0
-        found = self._views.get((name, shape, layer))
-        if found is None:
-            if len(self._views) > MOST_VIEWS:  # prompts have many lengths
-                self._views.clear()
-            found = self._flat[name, layer][: math.prod(shape)].reshape(shape)
-            self._views[name, shape, layer] = found
-        return found
-
-
-class Exchange:
-    """Buffers in memory that host and device both read and write, so that a token's few numbers take no copies of their own.
-
-    The host writes where nothing that is under way may read, and reads what operations wrote that were waited for.
-
-    Args:
-        plan: the buffers; names are unique.
-        allocate: gives that many zeroed bytes as the host sees them and as the device does.
-    """
-
-    def __init__(self, plan: list[Buffer], allocate: Callable[[int], tuple[Array, Array]]) -> None:
-        both = allocate(sum(buffer.total_bytes for buffer in plan) + ALIGNMENT_BYTES)
-        self.host, self.device = (Arena(plan, partial(_given, memory)) for memory in both)
-
-
-def _given(memory: Array, size: int) -> Array:
-    assert memory.size == size
-    return memory

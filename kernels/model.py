@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from kernels.arena import Arena, Exchange
 from kernels.config import ModelConfig, Numerics
-from kernels.memory import Arena, Exchange
 
 Array = np.ndarray[Any, Any]
 

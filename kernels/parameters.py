@@ -2,13 +2,14 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.config import ModelConfig
+from kernels.config import ModelConfig, Optimizer
 
 Array = np.ndarray[Any, Any]
 
@@ -16,8 +17,9 @@ Array = np.ndarray[Any, Any]
 # RANKS of them, so that a vector load never straddles two parameters and up to RANKS processes can share the update.
 RUN = 64
 RANKS = 8
-# What an update does with a run, bits of its flag: weight decay applies; its gradient is set to zero for the next update.
-DECAYS, CLEARED = 1, 2
+# What an update does with a run, bits of its flag: weight decay applies; its gradient is set to zero for the next update; it is
+# Muon's, not AdamW's.
+DECAYS, CLEARED, MUON = 1, 2, 4
 # Standard deviation of GPT-2's initial weights, at its width of 768; other widths keep the variance of a product.
 INIT_STD, INIT_DIM = 0.02, 768
 
@@ -42,9 +44,33 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
+    def hidden(self) -> bool:
+        """Whether it is a matrix within a block: no embedding and no head."""
+        return self.product and self.name.startswith("blocks.")
+
+    @property
     def runs(self) -> int:
         """Runs of RUN elements that the tensor takes up."""
         return -(-self.size // RUN)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Matrices (m, n) that Muon updates at once: `shape` is (layers, count, m, n), those of a layer lie side by side.
+
+    Layers are `stride` elements of a flat array apart; the first of them begins at `first`, its matrices `begin` behind that.
+    """
+
+    shape: tuple[int, int, int, int]
+    first: int
+    stride: int
+    begin: int
+
+    def view(self, flat: Array) -> Array:
+        """Them in a flat array."""
+        layers, *matrices = self.shape
+        blocks = flat[self.first : self.first + layers * self.stride].reshape(layers, self.stride)
+        return blocks[:, self.begin : self.begin + math.prod(matrices)].reshape(self.shape)
 
 
 def parameter_table(config: ModelConfig) -> list[Parameter]:
@@ -90,27 +116,39 @@ def parameter_table(config: ModelConfig) -> list[Parameter]:
     return table
 
 
-def block_products(table: list[Parameter]) -> list[Parameter]:
-    """The weights of the blocks' products, at their places in flat arrays of their own."""
-    found: list[Parameter] = []
-    for p in table:
-        if p.product and p.name.startswith("blocks."):
-            found.append(replace(p, offset=found[-1].offset + found[-1].runs * RUN if found else 0))
-    return found
-
-
 def flat_size(table: list[Parameter]) -> int:
     """Elements of a flat array over the table: every parameter in whole runs, the end padded to RANKS runs."""
     end = table[-1].offset + table[-1].runs * RUN
     return -(-end // (RUN * RANKS)) * RUN * RANKS
 
 
-def run_flags(table: list[Parameter]) -> NDArray[np.uint8]:
-    """(flat_size / RUN,): of each run, DECAYS where it is a matrix's, CLEARED where its gradient is not a product's."""
+def run_flags(table: list[Parameter], optimizer: Optimizer) -> NDArray[np.uint8]:
+    """(flat_size / RUN,): of each run, DECAYS where it is a matrix's, CLEARED where its gradient is not a product's, MUON."""
     flags = np.zeros(flat_size(table) // RUN, np.uint8)
     for p in table:
-        flags[p.offset // RUN : p.offset // RUN + p.runs] = DECAYS * (len(p.shape) > 1) + CLEARED * (not p.product)
+        flag = DECAYS * (len(p.shape) > 1) | CLEARED * (not p.product) | MUON * (optimizer == "muon" and p.hidden)
+        flags[p.offset // RUN : p.offset // RUN + p.runs] = flag
     return flags
+
+
+def hidden_matrices(config: ModelConfig) -> list[Matrices]:
+    """What Muon updates: the hidden parameters, where queries, keys, values, gate and up are matrices of their own.
+
+    The singular values of a stack are those of no map that the model applies: what makes them equal would trade the size of, say,
+    the values for that of the queries.
+    """
+    c = config
+    kv = c.kv_heads * c.head_dim
+    stacks = {"qkv": (c.dim, kv, kv), "up": (c.ffn, c.ffn) if c.mlp == "swiglu" else (c.ffn,)}
+    blocks = [p for p in parameter_table(config) if p.name.startswith("blocks.")]
+    first, stride, found = blocks[0].offset, sum(p.runs for p in blocks) * RUN // c.layers, []
+    for p in filter(lambda p: p.hidden, blocks[: len(blocks) // c.layers]):
+        begin, width = p.offset - first, p.shape[1]
+        for rows, alike in groupby(stacks.get(p.name.split(".")[2], p.shape[:1])):
+            count = len(list(alike))
+            found.append(Matrices((c.layers, count, rows, width), first, stride, begin))
+            begin += count * rows * width
+    return found
 
 
 def named(flat: Array, table: list[Parameter]) -> dict[str, Array]:

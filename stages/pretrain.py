@@ -51,10 +51,10 @@ def run(
     batches, windows = PretrainBatches(train, seed=training.seed, **reading), EvalWindows(held_out, **reading)
     if settings.runtime.plan:
         ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
-        print(report(plan(config, settings.numerics, training.micro_batch, ops)))
+        print(report(plan(config, settings.numerics, training.micro_batch, ops, optimizer=training.optimizer)))
         return
     engine = Engine(config, settings.numerics, micro_batch=training.micro_batch, device=settings.runtime.device,
-                    threads=settings.runtime.threads, seed=training.seed)  # fmt: skip
+                    threads=settings.runtime.threads, seed=training.seed, optimizer=training.optimizer)  # fmt: skip
     announce("pretrain", engine, config)
 
     def validate() -> Validation:

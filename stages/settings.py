@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from kernels.config import Mlp, ModelConfig, Norm, Numerics, Position
+from kernels.config import Mlp, ModelConfig, Norm, Numerics, Optimizer, Position
 from stages.corpus import Conversations, Corpus
 from stages.overrides import apply_overrides
 from stages.schema import build, check
@@ -93,6 +93,7 @@ class Training:
     steps: int
     micro_batch: int
     grad_accum_steps: int
+    optimizer: Optimizer
     schedule: Literal["cosine", "wsd"]
     lr: float
     min_lr: float

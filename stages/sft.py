@@ -50,10 +50,10 @@ def run(
     config = start.config
     if settings.runtime.plan:
         ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
-        print(report(plan(config, settings.numerics, training.micro_batch, ops)))
+        print(report(plan(config, settings.numerics, training.micro_batch, ops, optimizer=training.optimizer)))
         return
     engine = Engine(config, settings.numerics, micro_batch=training.micro_batch, device=settings.runtime.device,
-                    threads=settings.runtime.threads, seed=training.seed)  # fmt: skip
+                    threads=settings.runtime.threads, seed=training.seed, optimizer=training.optimizer)  # fmt: skip
     announce("sft", engine, config)
     engine.load(start.weights)
     packing = {"micro_batch": training.micro_batch, "context": config.context, "pad_id": special_id(words, PAD)}

@@ -1,6 +1,6 @@
 """The one training loop, for pretrain, sft and whatever comes after.
 
-A step is one update: grad_accum_steps micro-batches, gradients added up, one AdamW update. The loss of an update is
+A step is one update: grad_accum_steps micro-batches, gradients added up, one update by AdamW or Muon. The loss of an update is
 
     loss = sum_k mtp_weights[k] * sum(weight_k * nll_k) / sum(weight_k)
 

@@ -74,7 +74,7 @@ class Cpu:
         function(*arrays, **options)
         if self.precision is np.float32:
             for array in arrays:
-                if any(array is one for one in self._stored):
+                if any(one is array or one is getattr(array, "base", None) for one in self._stored):
                     array[...] = rounded(array, self.storage)
 
     def host(self, array: Array) -> Array:

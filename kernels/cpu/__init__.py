@@ -29,6 +29,7 @@ from kernels.cpu.layernorm import (
 )
 from kernels.cpu.matmul import matmul_backward, matmul_forward
 from kernels.cpu.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
+from kernels.cpu.muon import muon
 from kernels.cpu.rmsnorm import (
     residual_rmsnorm_backward,
     residual_rmsnorm_forward,
@@ -95,6 +96,7 @@ class CpuOps:
     weighted_sum_forward = staticmethod(weighted_sum_forward)
     grad_norm = staticmethod(grad_norm)
     adamw = staticmethod(adamw)
+    muon = staticmethod(muon)
     sampling = staticmethod(sampling)
     ban = staticmethod(ban)
 

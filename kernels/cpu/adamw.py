@@ -6,7 +6,7 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.jit import pjit
-from kernels.parameters import CLEARED, DECAYS
+from kernels.parameters import CLEARED, DECAYS, MUON
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Flags = np.ndarray[Any, np.dtype[np.uint8]]
@@ -31,7 +31,7 @@ def adamw(
 ) -> None:
     """One update with decoupled weight decay, the gradient clipped on the way.
 
-    Where grad_norm is not finite nothing changes at all. Otherwise:
+    Where grad_norm is not finite nothing changes at all, nor do runs that are Muon's. Otherwise:
 
         g           = grads * min(1, grad_clip / grad_norm)           (no clipping where grad_clip is 0)
         exp_avg     = beta1 * exp_avg + (1 - beta1) * g
@@ -45,8 +45,8 @@ def adamw(
         params, exp_avg, exp_avg_sq: (parameters,), updated.
         grads:     (parameters,), set to zero where it is cleared.
         copy:      (parameters,), overwritten: the weights as products read them; None where they read params itself.
-        flags:     (parameters / A,) uint8, of each run of A elements: whether it decays, kernels.parameters.DECAYS, and whether
-                   its gradient is cleared, CLEARED.
+        flags:     (parameters / A,) uint8, of each run of A elements: whether it decays, kernels.parameters.DECAYS, whether its
+                   gradient is cleared, CLEARED, and whether it is left to kernels.cpu.muon, MUON.
         grad_norm: () fp64, the norm of grads.
         lr:        () fp64, the learning rate of this update.
         step:      () int64, 1 at the first update.
@@ -63,7 +63,7 @@ def adamw(
     )
     _update(params, exp_avg, exp_avg_sq, grads, flags, scalars)
     if copy is not None:
-        copy[...] = params
+        np.copyto(copy, params, where=np.repeat(flags & MUON == 0, params.size // flags.size))
 
 
 @pjit
@@ -71,6 +71,8 @@ def _update(params, exp_avg, exp_avg_sq, grads, flags, scalars):  # type: ignore
     clip, beta1, rest1, beta2, rest2, rate, inverse2, eps, keep = scalars
     run = params.size // flags.size
     for i in prange(flags.size):
+        if flags[i] & MUON:
+            continue
         shrink = keep if flags[i] & DECAYS else params.dtype.type(1)
         cleared = flags[i] & CLEARED
         for j in range(i * run, (i + 1) * run):

@@ -55,8 +55,18 @@ def matmul_backward(
         dout:    (rows, outputs).
         inp, weight: the forward pass's.
     """
-    _product(dweight, dout.T, *_panels(inp), add_dweight)
-    _product(dinp, dout, *_panels(weight), add_dinp)
+    weight_gradient(dweight, dout, inp, add_dweight)
+    input_gradient(dinp, dout, weight, add_dinp)
+
+
+def weight_gradient(dweight: Array, dout: Array, inp: Array, add: bool) -> None:
+    """dweight = dout^T @ inp, or += where `add`: matmul_backward's first half."""
+    _product(dweight, dout.T, *_panels(inp), add)
+
+
+def input_gradient(dinp: Array, dout: Array, weight: Array, add: bool) -> None:
+    """dinp = dout @ weight, or += where `add`: its second half."""
+    _product(dinp, dout, *_panels(weight), add)
 
 
 def _panels(b: Array) -> tuple[Array, Array]:

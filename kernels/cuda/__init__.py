@@ -37,6 +37,7 @@ from kernels.cuda.layernorm import (
 from kernels.cuda.matmul import matmul_backward, matmul_forward
 from kernels.cuda.matmul_fp8 import cast_weight, fp8_mlp_backward, fp8_mlp_forward, fp8_weight
 from kernels.cuda.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
+from kernels.cuda.muon import muon
 from kernels.cuda.rmsnorm import (
     residual_rmsnorm_backward,
     residual_rmsnorm_forward,
@@ -83,7 +84,7 @@ class CudaOps(Device):
     cross_entropy_forward, cross_entropy_backward = cross_entropy_forward, cross_entropy_backward
     weighted_sum_forward = weighted_sum_forward
     grad_norm = grad_norm
-    adamw = adamw
+    adamw, muon = adamw, muon
     sampling, ban = sampling, ban
     rounding = rounding
     fp8_weight, cast_weight, fp8_rescale = fp8_weight, cast_weight, fp8_rescale

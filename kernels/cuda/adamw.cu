@@ -8,10 +8,10 @@
 //     copy        = params, rounded to T                           (where there is a copy)
 //     grads       = 0                                              (where it is cleared)
 //
-// Where grad_norm is not finite nothing is written.
+// Where grad_norm is not finite nothing is written, nor where a run is Muon's (muon.cu).
 //
 // Layout: params, exp_avg, exp_avg_sq, grads fp32 and copy of T, all (size,), beginning at a multiple of 16 bytes; flags uint8,
-//         one for each `run` elements, of DECAYS and CLEARED; grad_norm and lr fp64 and step int64, ().
+//         one for each `run` elements, of DECAYS, CLEARED and MUON; grad_norm and lr fp64 and step int64, ().
 // Work: a thread owns the vectors i, i + threads of the grid, ... Every array is read and written once, but for gradients that
 //       stay.
 // Precision: what is the same for all elements is computed in fp64, once a block; the rest in fp32, one rounding to T.
@@ -20,7 +20,7 @@
 
 #include "reduce.cuh"
 
-constexpr unsigned DECAYS = 1, CLEARED = 2;  // those of kernels/parameters.py
+constexpr unsigned DECAYS = 1, CLEARED = 2, MUON = 4;  // those of kernels/parameters.py
 
 struct Scalars {
     float clip, rate, inverse2, keep;
@@ -47,9 +47,10 @@ __global__ void __launch_bounds__(256)
     const float second_new = (float)(1 - beta2), tiny = (float)eps;
     using Floats = Vector<float, SIZE>;
     for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < vectors; i += gridDim.x * blockDim.x) {
+        const unsigned flag = flags[i / run];
+        if (flag & MUON) continue;
         Floats p = reinterpret_cast<Floats*>(params)[i], g = reinterpret_cast<Floats*>(grads)[i];
         Floats first = reinterpret_cast<Floats*>(exp_avg)[i], second = reinterpret_cast<Floats*>(exp_avg_sq)[i];
-        const unsigned flag = flags[i / run];
         const float shrink = flag & DECAYS ? s.keep : 1.0f;
         Vector<T, SIZE> c;
 #pragma unroll

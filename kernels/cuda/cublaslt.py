@@ -12,8 +12,6 @@ one adds them up in place.
 """
 
 import ctypes
-import json
-import os
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -21,9 +19,9 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 from cuda.pathfinder import load_nvidia_dynamic_lib
-from filelock import FileLock
 
 from kernels.cache import user_cache
+from kernels.cuda import choices
 from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, E4M3, E5M2, FLOAT
 from kernels.cuda.timing import milliseconds
@@ -36,6 +34,7 @@ INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.ma
 # cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
 _TYPES, _NAMES = {FLOAT: 0, BF16: 14, E4M3: 28, E5M2: 29}, {FLOAT: "fp32", BF16: "bf16", E4M3: "e4m3", E5M2: "e5m2"}
 _COMPUTE = {"fp32": 68, "bf16": 68, "tf32": 77, "fp8": 68, "fp8 fast": 68}
+_BATCH_COUNT, _BATCH_OFFSET = 5, 6
 _TRANSPOSE_FIRST, _TRANSPOSE_SECOND, _EPILOGUE, _BIAS, _AUX, _AUX_ROW = 3, 4, 7, 8, 11, 12
 _SCALES, _FAST_SUMS = (18, 17), 25  # of our a, the second factor, and of b
 _EPILOGUES = {"": 1, "bias": 4, "gelu": 160, "bias gelu": 164, "gelu backward": 192}
@@ -62,10 +61,11 @@ class Product(NamedTuple):
     Args:
         inputs, output: element types, of a and b apart.
         precision: what the factors are rounded to: "fp32", "tf32", "bf16", "fp8", or "fp8 fast", sums then in fewer bits as well.
-        alignments: of the addresses of a, b and out, in bytes.
+        alignments: of the addresses of a, b and out, in bytes; of every matrix of a batch.
         epilogue: what is done to each sum before it is rounded, "" for nothing: "bias", a row (n,) is added; "gelu", it is kept
             in `aux` (m, n) and becomes its GELU; "bias gelu", both; "gelu backward", it is multiplied by GELU's derivative at
             aux. Bias and aux are of the output's type.
+        batch: that many such products, without an epilogue, where the arrays are (batch, ..).
     """
 
     m: int
@@ -79,12 +79,14 @@ class Product(NamedTuple):
     precision: str
     alignments: tuple[int, int, int]
     epilogue: str = ""
+    batch: int = 1
 
     def __str__(self) -> str:
         operation = f"{'T' if self.transpose_a else 'N'}{'T' if self.transpose_b else 'N'}{'+' if self.accumulate else ''}"
         types = f"{','.join(dict.fromkeys(_NAMES[one] for one in self.inputs))}-{_NAMES[self.output]}"
         how = f"{self.precision}{self.epilogue and ' '}{self.epilogue} {','.join(map(str, self.alignments))}"
-        return f"{self.m}x{self.n}x{self.k} {operation} {types} {how}"
+        batch = f"{self.batch} of " if self.batch > 1 else ""
+        return f"{batch}{self.m}x{self.n}x{self.k} {operation} {types} {how}"
 
 
 def multiply(
@@ -107,14 +109,15 @@ def plan(
     epilogue: str = "", bias: Any = None, aux: Any = None, scales: Scales = (None, None),
 ) -> "Plan":  # fmt: skip
     """The plan of a product, made at the first call for its shape; afterwards `out` holds what it did, or the product."""
-    (m, n), k = out.shape, a.shape[0 if transpose_a else 1]
-    alignments = _alignment(a), _alignment(b), _alignment(out)
-    types = (a.dtype, b.dtype), out.dtype
-    product = Product(m, n, k, transpose_a, transpose_b, accumulate, *types, precision, alignments, epilogue)
+    *batch, m, n = out.shape
+    k, alignments = a.shape[-2 if transpose_a else -1], (_alignment(a), _alignment(b), _alignment(out))
+    how = transpose_a, transpose_b, accumulate, (a.dtype, b.dtype), out.dtype, precision, alignments, epilogue
+    product = Product(m, n, k, *how, *batch)
     found = _PLANS.get(product)
     if found is None:
         assert not device.stream.is_capturing(), f"cuBLASLt: {product} has to run once before a graph captures it"
-        assert a.shape == ((k, m) if transpose_a else (m, k)) and b.shape == ((n, k) if transpose_b else (k, n)), product
+        assert a.shape == (*batch, *((k, m) if transpose_a else (m, k))), product
+        assert b.shape == (*batch, *((n, k) if transpose_b else (k, n))), product
         assert all(x.flags.c_contiguous for x in (out, a, b)), product
         found = Plan(product, bias, scales)
         found.choose(device, out, a, b, bias, aux, scales)
@@ -151,9 +154,9 @@ class Plan:
             self._set(_AUX_ROW, c_int64(p.n))
         self._set(_FAST_SUMS, c_int8("fast" in p.precision))
         self._point(bias if "fp8" in p.precision else None, None, scales)
-        self._first = _layout(p.inputs[1], *((p.k, p.n) if p.transpose_b else (p.n, p.k)))
-        self._second = _layout(p.inputs[0], *((p.m, p.k) if p.transpose_a else (p.k, p.m)))
-        self._out = _layout(p.output, p.n, p.m)
+        self._first = _layout(p.inputs[1], *((p.k, p.n) if p.transpose_b else (p.n, p.k)), p.batch)
+        self._second = _layout(p.inputs[0], *((p.m, p.k) if p.transpose_a else (p.k, p.m)), p.batch)
+        self._out = _layout(p.output, p.n, p.m, p.batch)
         self._one, self._beta = c_float(1), c_float(int(p.accumulate))
         self.candidates = self._offered()
         if not self.candidates:
@@ -190,8 +193,8 @@ class Plan:
         A product that overwrites is timed on `out` itself, which then holds the product. One that accumulates must not add twice:
         it reads `out` and writes to memory allocated for the while; where there is none, the first candidate is taken untimed.
         """
-        key = f"{device.model}; cuBLASLt {version()}; {self.product}"
-        recorded = _recorded().get(key)
+        path, key = user_cache() / "cuda" / CHOICES, f"{device.model}; cuBLASLt {version()}; {self.product}"
+        recorded = choices.recorded(path).get(key)
         if recorded is not None and recorded["candidate"] < len(self.candidates):
             self.chosen = recorded["candidate"]
             return
@@ -201,7 +204,7 @@ class Plan:
             works = [partial(self.run, device, target, a, b, i, out, bias, aux, scales) for i in range(len(self.candidates))]
             times = milliseconds(device, works)
             self.chosen = next(i for i, ms in enumerate(times) if ms <= _MARGIN * min(times))
-        _record(key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None})
+        choices.record(path, key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None})
 
     def _offered(self) -> list[_Candidate]:
         lib, preference, count = _library(), c_void_p(), c_int()
@@ -234,14 +237,18 @@ def _scratch(like: Any) -> Any:
 
 
 def _alignment(array: Any) -> int:
-    return next((size for size in _BYTES if array.data.ptr % size == 0), 1)
+    apart = array.strides[0] if array.ndim == 3 else 0
+    return next((size for size in _BYTES if array.data.ptr % size == 0 and apart % size == 0), 1)
 
 
-def _layout(dtype: np.dtype[Any], rows: int, columns: int) -> c_void_p:
-    """Of a column-major matrix without gaps."""
+def _layout(dtype: np.dtype[Any], rows: int, columns: int, batch: int) -> c_void_p:
+    """Of column-major matrices without gaps."""
     layout = c_void_p()
     status = _library().cublasLtMatrixLayoutCreate(byref(layout), _TYPES[dtype], rows, columns, rows)
     _check(status, "MatrixLayoutCreate")
+    for attribute, value in ((_BATCH_COUNT, c_int32(batch)), (_BATCH_OFFSET, c_int64(rows * columns))) if batch > 1 else ():
+        status = _library().cublasLtMatrixLayoutSetAttribute(layout, attribute, byref(value), sizeof(value))
+        _check(status, "MatrixLayoutSetAttribute")
     return layout
 
 
@@ -258,6 +265,7 @@ def _library() -> ctypes.CDLL:
         raise ValueError(f"CUDA: the library cuBLASLt was not found ({error}); {INSTALL}") from None
     lib.cublasLtGetVersion.restype = c_size_t
     lib.cublasLtMatrixLayoutCreate.argtypes = [c_void_p, c_int, c_uint64, c_uint64, c_int64]
+    lib.cublasLtMatrixLayoutSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
     lib.cublasLtMatmulDescSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
     lib.cublasLtMatmulPreferenceSetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t]
     lib.cublasLtMatmulPreferenceDestroy.argtypes = [c_void_p]
@@ -277,24 +285,3 @@ def _handle() -> c_void_p:
 def _check(status: int, call: str) -> None:
     if status:
         raise ValueError(f"CUDA: cublasLt{call} failed with cuBLAS status {status}")
-
-
-def _recorded() -> dict[str, dict[str, Any]]:
-    """The choices made so far, by GPU, library version and product."""
-    path = user_cache() / "cuda" / CHOICES
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path}: not the JSON that this program wrote ({error}); delete it") from None
-
-
-def _record(key: str, choice: dict[str, Any]) -> None:
-    """Add a choice; another process's are kept."""
-    path = user_cache() / "cuda" / CHOICES
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps({**_recorded(), key: choice}, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)

@@ -15,10 +15,11 @@ from kernels.cuda.launch import BF16, FLOAT, Kernel
 from kernels.cuda.matmul_fp8 import Fp8Weight, fp8_backward, fp8_forward
 from kernels.cuda.vectors import vector_size
 
-# (type of the result; whether the sum runs along the rows of a, of b; whether 16 bytes are copied at once): the three products.
-_LAYOUTS = ((BF16, True, True), (BF16, True, False), (FLOAT, False, False))
+# (type of the result; whether the sum runs along the rows of a, of b; whether 16 bytes are copied at once): the three products,
+# and Muon's of a matrix with itself, which it goes on with in bf16.
+_LAYOUTS = ((BF16, True, True), (BF16, True, False), (FLOAT, False, False), (BF16, False, False))
 _MMA = Kernel("matmul_mma.cu", "matmul_mma", tuple((*layout, wide) for layout in _LAYOUTS for wide in (True, False)))
-_TILED = Kernel("matmul_tiled.cu", "matmul_tiled", tuple(layout[1:] for layout in _LAYOUTS))
+_TILED = Kernel("matmul_tiled.cu", "matmul_tiled", tuple(layout[1:] for layout in _LAYOUTS[:3]))
 # The kernels' TILE and THREADS, and the bytes of _MMA's stages.
 _TILE = 128
 _MMA_THREADS, _MMA_SHARED_BYTES = 128, 65536
@@ -39,7 +40,7 @@ def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = 
         epilogue = "" if bias is None else "bias"
         cublaslt.multiply(device, out, inp, weight, False, True, False, device.precision, epilogue, bias)
     else:
-        _multiply(device, out, inp, weight, transpose_b=True)
+        multiply(device, out, inp, weight, transpose_b=True)
         if bias is not None:
             bias_forward(device, out, out, bias)
 
@@ -53,20 +54,28 @@ def matmul_backward(
         fp8_backward(device, dinp, dweight, dout, weight, add_dweight)
         return
     weight_gradient(device, dweight, dout, inp, add_dweight)
-    _multiply(device, dinp, dout, weight, accumulate=add_dinp)
+    input_gradient(device, dinp, dout, weight, add_dinp)
 
 
 def weight_gradient(device: Device, dweight: Any, dout: Any, inp: Any, add: bool) -> None:
     """dweight = dout^T @ inp, or += where `add`: matmul_backward's first half."""
-    _multiply(device, dweight, dout, inp, transpose_a=True, accumulate=add)
+    multiply(device, dweight, dout, inp, transpose_a=True, accumulate=add)
 
 
-def _multiply(
+def input_gradient(device: Device, dinp: Any, dout: Any, weight: Any, add: bool) -> None:
+    """dinp = dout @ weight, or += where `add`: its second half."""
+    multiply(device, dinp, dout, weight, accumulate=add)
+
+
+def multiply(
     device: Device, out: Any, a: Any, b: Any, *, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False
 ) -> None:
-    """out (m, n) (+)= op(a) @ op(b)."""
+    """out (m, n) (+)= op(a) @ op(b); or, all three with one more extent in front, that many such products."""
     if device.matmul == "cublaslt":
         cublaslt.multiply(device, out, a, b, transpose_a, transpose_b, accumulate, device.precision)
+    elif out.ndim == 3:
+        for matrices in zip(out, a, b, strict=True):
+            multiply_own(device, *matrices, transpose_a, transpose_b, accumulate)
     else:
         multiply_own(device, out, a, b, transpose_a, transpose_b, accumulate)
 

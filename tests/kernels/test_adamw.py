@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.cpu.adamw import adamw
-from kernels.parameters import CLEARED, DECAYS
+from kernels.parameters import CLEARED, DECAYS, MUON
 from tests.compare import UNIT, Array, Arrays, assert_repeats, assert_same_bits, assert_within, normal, single
 
 RUN, RUNS = 64, 9
@@ -115,6 +115,20 @@ def test_gradient_is_cleared() -> None:
     assert_same_bits({"grads": a["grads"]}, {"grads": np.where(np.repeat(a["flags"], RUN) & CLEARED, 0, before)})
     # The weights that products read lag behind by an update, or are never written.
     assert_same_bits({"copy": a["copy"]}, {"copy": params.astype(np.float32)})
+
+
+# A matrix that both optimizers move, or a weight whose copy is taken before Muon has moved it.
+def test_muons_runs_stay() -> None:
+    a = {**inputs(), "copy": np.full(RUN * RUNS, np.nan)}
+    flat = ("params", "exp_avg", "exp_avg_sq", "grads", "copy")
+    results = []
+    for flags in (a["flags"], a["flags"] | MUON * (np.arange(RUNS) % 3 == 1).astype(np.uint8)):
+        b = {name: array.copy() for name, array in a.items()}
+        arrays = (*(b[name] for name in flat), flags, *(b[name] for name in ("grad_norm", "lr", "step")))
+        adamw(*arrays, **CONSTANTS)
+        results.append(b)
+    muons = np.repeat(np.arange(RUNS) % 3 == 1, RUN)
+    assert_same_bits(results[1], {**a, **{name: np.where(muons, a[name], results[0][name]) for name in flat}})
 
 
 # One update by a gradient that overflowed spoils every parameter; one that clears it hides the tensor at fault.

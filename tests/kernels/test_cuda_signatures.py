@@ -19,7 +19,7 @@ from kernels.config import ModelConfig
 from kernels.cpu import CpuOps
 from kernels.cuda.compile import FOLDER
 from kernels.cuda.launch import BF16, E4M3, E5M2, FLOAT, TENSOR_MAP, Kernel, Template, arguments
-from kernels.parameters import CLEARED, DECAYS, flat_size, named, parameter_table
+from kernels.parameters import CLEARED, DECAYS, MUON, flat_size, named, parameter_table
 
 ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -224,6 +224,7 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
     for copy in (None, m.stored(size)):
         scalars = (array((6,), np.uint8), double, double, array((), np.int64))
         yield "adamw", (*flat, copy, *scalars), constants
+    yield from muon_calls(m, 2, s.head_dim)
     for count in (rows * s.dim, 7):
         yield "rounding", (array((count,), BF16), f(count)), {}
     for dtype in (E4M3, E5M2):
@@ -240,6 +241,16 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
     for temperature in (0.0, 1.0):
         settings = {**vocab, "temperature": temperature, "top_k": 5, "top_p": 0.9}
         yield "sampling", (targets, logits, array((rows,), np.float64)), settings
+
+
+def muon_calls(m: Maker, layers: int, side: int) -> Calls:
+    """Of three matrices a layer, wide and tall."""
+    double, settings = array((), np.float64), {"weight_decay": 0.1, "grad_clip": 1.0}
+    for shape in ((side, 2 * side), (2 * side, side)):
+        for copied in (False, True):
+            flat = [make(layers, 3, *shape) for make in (m.single, m.single, m.single, m.stored)]
+            scratch = (m.stored(3 * layers, *extents) for extents in (shape, shape, (side, side), (side, side)))
+            yield "muon", (*flat[:3], flat[3] if copied else None, *scratch, double, double), settings
 
 
 def calls(storage: np.dtype[Any], sizes: Sizes) -> Calls:
@@ -270,6 +281,21 @@ def launched_by(precision: str, attention: str, sizes: Sizes) -> frozenset[tuple
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_launches_are_what_kernels_take(sizes: Sizes, precision: str, attention: str) -> None:
     assert launched_by(precision, attention, sizes)
+
+
+# Launches that grow with the layers: by the thousand, of a few microseconds each, they took longer than what they do.
+@pytest.mark.parametrize("layers", [1, 5])
+def test_muons_launches_are_as_many_whatever_the_layers(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.cuda import cublaslt
+
+    device, started = RecordingDevice("bf16", "mma"), list[str]()
+    monkeypatch.setattr(device, "matmul", "cublaslt", raising=False)
+    monkeypatch.setattr(device, "launch", lambda kernel, *_, **__: started.append(kernel.name))
+    monkeypatch.setattr(cublaslt, "multiply", lambda *_: started.append("product"))
+    for _, given, options in muon_calls(Maker(BF16), layers, 16):
+        started.clear()
+        module_of("muon").muon(device, *given, **options)
+        assert len(started) == 23
 
 
 # Full fp32 rounded to tf32 by attention, or tf32 that plain cores compute.
@@ -339,4 +365,6 @@ def test_launchers_repeat_the_kernels_constants() -> None:
     assert block // (columns // fp8._SIZE) * 4 == fp8.ROWS
     assert decode_step._THREADS == decode_step._WARPS * decode_step._WARP
     adamw = (FOLDER / "adamw.cu").read_text(encoding="utf-8")
-    assert f"constexpr unsigned DECAYS = {DECAYS}, CLEARED = {CLEARED};" in adamw
+    assert f"constexpr unsigned DECAYS = {DECAYS}, CLEARED = {CLEARED}, MUON = {MUON};" in adamw
+    muon, launcher = (FOLDER / "muon.cu").read_text(encoding="utf-8"), import_module("kernels.cuda.muon")
+    assert f"constexpr int BLOCK = {launcher._BLOCK}, CHUNK = {launcher._CHUNK};" in muon

@@ -1,7 +1,9 @@
 """Loss, its gradient by the logits, the update and the draw on the GPU against the CPU's."""
 
 import math
+from importlib import import_module
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ import pytest
 from kernels.cpu.adamw import adamw
 from kernels.cpu.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from kernels.cpu.grad_norm import grad_norm
+from kernels.cpu.muon import muon
 from kernels.cpu.sampling import sampling as cpu_sampling
 from kernels.cpu.weighted_sum import weighted_sum_forward
+from kernels.parameters import MUON, Matrices
 from tests.cases import CROSS_ENTROPY, GRADIENTS
 from tests.compare import Array, Arrays, assert_same_bits, normal
 from tests.cuda import BF16, FLOAT, STORAGES, Gpu, Side, assert_calibrated_op, gpu, on_gpu, on_host, rounded
@@ -164,6 +168,110 @@ def test_adamw_copy(storage: Any) -> None:
     got = on_host(side, updates(side, a, 1.0))
     np.testing.assert_array_equal(got.pop("copy"), rounded(got["params"], storage))
     assert_same_bits(on_host(side, updates(side, a, 1.0, copies=False)), got)
+
+
+# A run of Muon's that is written, or the neighbour of one that is not.
+@storages
+def test_adamw_leaves_muons_runs(storage: Any) -> None:
+    a, side = update_inputs(64, 8), Gpu(storage)
+    mixed = {**a, "flags": np.where(np.arange(8) < 4, a["flags"], a["flags"] | MUON).astype(np.uint8)}
+    got, plain = (on_host(side, updates(side, arrays, 1.0)) for arrays in (mixed, a))
+    before = {"params": a["params"], "grads": a["grads3"], "copy": np.full(512, np.nan)}
+    for name, array in got.items():
+        assert_same_bits({name: array[:256]}, {name: plain[name][:256]})
+        np.testing.assert_array_equal(array[256:], before.get(name, np.zeros(512))[256:])
+
+
+# Layers, a layer's matrices, and of these wide and square, tall and odd ones; chunks of elements that are whole, partial and
+# several; layers that lie at multiples of 16 bytes, and that do not.
+MATRICES = ((2, 2, 64, 128), (3, 1, 128, 128), (1, 2, 344, 128), (2, 3, 17, 43))
+
+
+def place(shape: Array) -> Matrices:
+    """Where such matrices lie in a flat array, with a gap of a few elements between layers."""
+    layers, count, m, n = (int(extent) for extent in shape)
+    return Matrices((layers, count, m, n), first=4, stride=count * m * n + 8 + m % 2, begin=4)
+
+
+def muon_inputs(shape: tuple[int, int, int, int]) -> Arrays:
+    """Flat arrays. Gradient and momentum have no singular values below a tenth: smaller ones' rounding grows without bound."""
+    rng, k, matrices = np.random.default_rng(shape), min(shape[2:]), place(np.array(shape))
+    arrays = {name: rng.standard_normal(4 + shape[0] * matrices.stride) for name in ("params", "exp_avg", "grads")}
+    for i in np.ndindex(shape[:2]):
+        u, _, vt = np.linalg.svd(rng.standard_normal(shape[2:]), full_matrices=False)
+        for name in ("exp_avg", "grads"):
+            matrices.view(arrays[name])[i] = (1 + sum(i)) * (u * rng.permutation(np.linspace(0.1, 1, k))) @ vt
+    return {**arrays, "params": 0.1 * arrays["params"], "shape": np.array(shape)}
+
+
+def muon_update(side: Side, a: Arrays) -> Arrays:
+    """One update that is clipped."""
+    matrices, names = place(a["shape"]), ("params", "exp_avg", "grads")
+    layers, count, m, n = matrices.shape
+    sizes, k = (layers * count, m, n), min(m, n)
+    flat = [*(side.single(a[name]) for name in names), side.stored(np.full(a["params"].shape, 7.0))]
+    scratch = [side.stored(np.full(size, np.nan)) for size in (sizes, sizes, (sizes[0], k, k), (sizes[0], k, k))]
+    norm, lr = side.same(np.array(a.get("norm", 2.0))), side.same(np.array(0.5))
+    side(muon, *(matrices.view(array) for array in flat), *scratch, norm, lr, weight_decay=0.1, grad_clip=1.0)
+    return dict(zip((*names, "copy"), flat, strict=True))
+
+
+@pytest.fixture(params=("own", "cublaslt"))
+def _products(request: pytest.FixtureRequest, storage: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The GPU's products by either backend; the CPU's in fp32 rounded wherever the GPU's are."""
+    pytest.importorskip("cupy")
+    from kernels.cuda import cublaslt
+
+    cpu = import_module("kernels.cpu.muon")  # the package's name of it is the function
+
+    def rounding(op: Any) -> Any:
+        def rounded_op(out: Array, *rest: Any, **options: Any) -> None:
+            op(out, *rest, **options)
+            if out.dtype == np.float32:
+                out[...] = rounded(out, storage)
+
+        return rounded_op
+
+    def iterate(out: Array, gram: Array, square: Array, x: Array) -> None:
+        if x.dtype == np.float32:
+            x[...] = rounded(x, storage)
+        first(out, gram, square, x)
+
+    first = cpu.iterate
+    monkeypatch.setattr(cpu, "iterate", iterate)
+    for name in ("matmul_forward", "weight_gradient", "input_gradient", "_polynomial"):
+        monkeypatch.setattr(cpu, name, rounding(getattr(cpu, name)))
+    monkeypatch.setattr(gpu(), "matmul", request.param, raising=False)
+    monkeypatch.setattr(gpu(), "precision", "bf16" if storage == BF16 else "fp32", raising=False)
+    monkeypatch.setattr(cublaslt, "user_cache", lambda: tmp_path)
+
+
+# A momentum, norm or polynomial that misses elements or is another matrix's, the wrong one of a matrix and its transpose, a decay
+# or a rate of another element, one between layers that is written. The order of sums differs.
+@storages
+@pytest.mark.usefixtures("_products")
+@pytest.mark.parametrize("shape", MATRICES)
+def test_muon(shape: tuple[int, int, int, int], storage: Any) -> None:
+    a, matrices, side = muon_inputs(shape), place(np.array(shape)), Gpu(storage)
+    single, sums = ("exp_avg", "grads"), ("params", "copy")
+    assert_calibrated_op(muon_update, a, storage, single=single, sums=sums, exact=("grads",))
+    got = on_host(side, muon_update(side, a))
+    np.testing.assert_array_equal(matrices.view(got["copy"]), rounded(matrices.view(got["params"]), storage))
+    between = {name: a[name].astype(np.float32) for name in a if name != "shape"} | {"copy": np.full_like(got["copy"], 7)}
+    for name, array in between.items():
+        matrices.view(array)[...] = matrices.view(got[name])
+    assert_same_bits(got, between)
+
+
+# The momentum is kept for good: one update by a gradient that overflowed would spoil all that follow.
+@storages
+@pytest.mark.parametrize("norm", [np.nan, np.inf])
+def test_muon_changes_nothing_where_the_norm_is_not_finite(norm: float, storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, side = {**muon_inputs((2, 3, 17, 43)), "norm": np.array(norm)}, Gpu(storage)
+    monkeypatch.setattr(gpu(), "matmul", "own", raising=False)
+    got = on_host(side, muon_update(side, a))
+    before = {name: a[name].astype(np.float32) for name in a if name in got}
+    assert_same_bits(got, {**before, "copy": np.full_like(got["copy"], 7)})
 
 
 # One update by a gradient that overflowed spoils every parameter; one that clears it hides the tensor at fault.

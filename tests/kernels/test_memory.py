@@ -7,19 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from kernels.arena import ALIGNMENT_BYTES, Arena, Buffer, Exchange
 from kernels.config import ModelConfig, Numerics
-from kernels.memory import (
-    ALIGNMENT_BYTES,
-    Arena,
-    Buffer,
-    Exchange,
-    activation_plan,
-    check_fits,
-    memory_plan,
-    parameter_plan,
-    report,
-)
-from kernels.parameters import RUN, block_products, parameter_table
+from kernels.fp8 import block_products
+from kernels.memory import activation_plan, check_fits, memory_plan, parameter_plan, report
+from kernels.parameters import RUN, parameter_table
 from tests.gradient_check import MODELS
 
 FLOAT32 = np.dtype(np.float32)

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels.arena import Arena, Exchange
 from kernels.config import ModelConfig, Numerics
 from kernels.cpu import CpuOps
-from kernels.memory import Arena, Exchange, activation_plan
+from kernels.memory import activation_plan
 from kernels.model import Cache, Transformer
 from kernels.parameters import (
     CLEARED,
@@ -63,7 +64,7 @@ def test_count_of_euler() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_an_update_does_with_a_run(name: str) -> None:
     table = parameter_table(MODELS[name])
-    flags = np.repeat(run_flags(table), RUN)
+    flags = np.repeat(run_flags(table, "adamw"), RUN)
     for p in table:
         matrix = p.name.endswith(".weight") and "norm" not in p.name
         embedding = p.name == "pos.weight" or (p.name == "tok.weight" and not MODELS[name].tied_head)

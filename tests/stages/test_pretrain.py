@@ -143,6 +143,14 @@ def test_plan_is_printed_alone(corpus: Any, settings_with: Make, capsys: pytest.
     assert list(Path().iterdir()) == []
 
 
+def test_muon_is_what_trains(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch an optimizer that the engine is not told of, and a plan without the memory that it takes."""
+    for plan in ("true", "false"):
+        run(corpus, settings_with("pretrain.optimizer=muon", f"runtime.plan={plan}"))
+        printed = capsys.readouterr().out
+        assert "\n  muon  " in printed and ("; Muon for " in printed) == (plan == "false")
+
+
 def test_validation_smaller_than_a_window_is_refused(corpus: Any, settings_with: Make) -> None:
     """Would catch a crash or an empty validation after hours of training."""
     with pytest.raises(ValueError, match=r"split val has \d+ tokens and needs 4097, .*model.context"):

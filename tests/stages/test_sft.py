@@ -141,3 +141,11 @@ def test_plan_is_printed_alone(corpus: Any, base: Path, settings_with: Make, cap
     """Would catch a plan that trains."""
     run(corpus, base, settings_with("runtime.plan=true"))
     assert "total" in capsys.readouterr().out and list(Path().iterdir()) == []
+
+
+def test_muon_is_what_trains(corpus: Any, base: Path, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch an optimizer that the engine is not told of, and a plan without the memory that it takes."""
+    for plan in ("true", "false"):
+        run(corpus, base, settings_with("sft.optimizer=muon", f"runtime.plan={plan}"))
+        printed = capsys.readouterr().out
+        assert "\n  muon  " in printed and ("; Muon for " in printed) == (plan == "false")

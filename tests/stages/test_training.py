@@ -20,8 +20,8 @@ from stages.training import Task, Validation, held_out_nats, learning_rate, trai
 
 CONFIG = ModelConfig(vocab_size=40, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=12, mtp_heads=2)
 SETTINGS = Training(
-    seed=1, steps=10, micro_batch=3, grad_accum_steps=2, schedule="cosine", lr=1e-2, min_lr=0.0, warmup_steps=2,
-    cooldown_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, mtp_weights=(1.0, 0.1),
+    seed=1, steps=10, micro_batch=3, grad_accum_steps=2, optimizer="adamw", schedule="cosine", lr=1e-2, min_lr=0.0,
+    warmup_steps=2, cooldown_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, mtp_weights=(1.0, 0.1),
     val_every=4, sample_every=5, checkpoint_every=3,
 )  # fmt: skip
 

@@ -1,0 +1,65 @@
+"""Launchers of muon.cu and of the products between its kernels; mathematics and contract are those of kernels.cpu.muon."""
+
+import math
+
+from kernels.cpu.muon import COEFFICIENTS, ITERATIONS, MOMENTUM, SCALE
+from kernels.cuda.device import Device
+from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
+from kernels.cuda.matmul import multiply
+
+_MOMENTUM = Kernel("muon.cu", "muon_momentum", ((),))
+_BEGIN = Kernel("muon.cu", "muon_begin", ((FLOAT,), (BF16,)))
+_POLYNOMIAL = Kernel("muon.cu", "muon_polynomial", ((FLOAT,), (BF16,)))
+_APPLY = Kernel("muon.cu", "muon_apply", ((FLOAT,), (BF16,)))
+_BLOCK, _CHUNK = 256, 4096  # those of muon.cu
+
+
+def muon(
+    device: Device,
+    params: Array,
+    exp_avg: Array,
+    grads: Array,
+    copy: Array | None,
+    x: Array,
+    spare: Array,
+    gram: Array,
+    square: Array,
+    grad_norm: Array,
+    lr: Array,
+    *,
+    weight_decay: float,
+    grad_clip: float,
+) -> None:
+    """See kernels.cpu.muon.muon; the scratch and the copy are of T, the others fp32.
+
+    Precision: momentum and parameters in fp32; x, gram and square are rounded to T, their products are those of the op matmul.
+    Cost: ITERATIONS * (4 * m * n + 2 * k^2) * k operations a matrix, k = min(m, n); 23 launches, those of our own products one by
+        one; workspace of 4 bytes a 4,096 elements.
+    """
+    layers, count, m, n = params.shape
+    size, kind, flat = m * n, (x.dtype,), [array for array in (params, exp_avg, grads, copy) if array is not None]
+    (stride,) = {array.strides[0] // array.itemsize for array in flat}
+    assert size + _CHUNK < 2**31, f"muon: a matrix of {size} elements"
+    grid = (-(-size // _CHUNK), count, layers)
+    (partial,) = device.workspace((grid, FLOAT))
+    place = {"grad_norm": grad_norm, "size": size, "stride": stride}
+    gradient = {"exp_avg": exp_avg[0], "grads": grads[0], "partial": partial, "momentum": MOMENTUM, "grad_clip": grad_clip}
+    device.launch(_MOMENTUM, (), grid, _BLOCK, **gradient, **place)
+    device.launch(_BEGIN, kind, grid, _BLOCK, x=x, **gradient, **place)
+    for _ in range(ITERATIONS):
+        iterate(device, spare, gram, square, x)
+        x, spare = spare, x
+    device.launch(
+        _APPLY, kind, grid, _BLOCK, params=params[0], copy=None if copy is None else copy[0], x=x, lr=lr,
+        scale=SCALE * math.sqrt(max(m, n)), weight_decay=weight_decay, **place,
+    )  # fmt: skip
+
+
+def iterate(device: Device, out: Array, gram: Array, square: Array, x: Array) -> None:
+    """See kernels.cpu.muon.iterate; of all matrices, (matrices, m, n)."""
+    (matrices, m, n), side = x.shape, gram.shape[1]
+    multiply(device, gram, x, x, transpose_a=m > n, transpose_b=m <= n)
+    multiply(device, square, gram, gram)
+    a, b, c = COEFFICIENTS
+    device.launch(_POLYNOMIAL, (x.dtype,), (side, matrices), _BLOCK, square=square, gram=gram, side=side, a=a, b=b, c=c)
+    multiply(device, out, *((x, square) if m > n else (square, x)))
