@@ -42,12 +42,15 @@ def run(
         checkpoint, log, curves: the folders it writes.
 
     Raises:
-        ValueError: base model and tokenizer don't belong together, no conversation fits, or training failed.
+        ValueError: base model and tokenizer or weights of heads don't belong together, no conversation fits, or training failed.
         KeyboardInterrupt: Ctrl-C, after the state was saved.
     """
     words, training = Tokenizer.load(tokenizer), settings.sft
     start = load(base, words.sha256)
     config = start.config
+    if (given := len(training.mtp_weights)) != config.mtp_heads:
+        raise ValueError(f"sft.mtp_weights: expected a weight for each of the {config.mtp_heads} heads of {base}, got {given}: "
+                         f"set model.mtp_heads={config.mtp_heads}, or pretrain such a model first")  # fmt: skip
     if settings.runtime.plan:
         ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
         print(report(plan(config, settings.numerics, training.micro_batch, ops, optimizer=training.optimizer)))

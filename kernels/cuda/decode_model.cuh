@@ -4,7 +4,8 @@
 //
 // A tile is 8 outputs, the right factor of a tensor-core product, whose left one is the few rows and zeros below them; a step is 32
 // inputs of a tile, two such products and 16 bytes of weights a lane. A block has every BLOCKS-th tile. Its items, a tile's share
-// of the steps, are a warp's each; a tile's sums are added up in shared memory, in the order of their items.
+// of the steps, are a warp's each; a tile's sums are added up in shared memory, in the order of their items. So qkv of gpt2_124m, 2304
+// outputs of 768 inputs, on 132 multiprocessors: 288 tiles, 3 of a block at MOST, of 24 STEPS in 4 SPLITS; 12 items of 6 steps, one a warp.
 #pragma once
 
 #include "copies.cuh"
@@ -124,7 +125,9 @@ void await_weights(unsigned barrier, int parity) {
 
 inline uint4 vector_at(const bf16* address) { return *reinterpret_cast<const uint4*>(address); }
 
-// c += x w of one step, in two sums that do not wait for each other. x: the lane's row of the block's inputs, if it has one.
+// c += x w of one step, in two sums that do not wait for each other. x: the lane's row of the block's inputs, if it has one. A lane's 8
+// neighbouring inputs stand where mma.cuh has columns 2t, 2t + 1 and those 8 further, of two products: terms may come in any order
+// that both factors have.
 inline void multiply_step(float (&c)[2][4], const uint4& w, const uint4& x) {
     const unsigned low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
     multiply_add(c[0], low, w.x, w.y);

@@ -7,7 +7,8 @@
 // with layernorm where norms have a bias, else rmsnorm; RoPE where there is a table; SwiGLU or GELU. The new tokens' keys and values
 // are appended to the cache.
 //
-// Layout: rows = B * count. tokens, start (rows,) int32, length () int32: what the cache holds already; token_weight (vocab, C),
+// Layout: rows = B * count. tokens, start (rows,) int32, length () int32: what the cache holds already, start being -length, so that a
+//         token's position in the cache is its place among the new ones - start; token_weight (vocab, C),
 //         position_weight (context, C), table (context, 2, D / 2), norms (C,) fp32; linear weights (outputs, inputs) and biases of
 //         bf16, as are keys and values (layers, B, context, KV, D), norm (rows, C) and logits (rows, vocab). words: what blocks hand
 //         each other (handover.cuh): 1 + 2 rows numbers given, the stream (rows, C) fp32, qkv (rows, (H + 2 KV) D) and act (rows, F),
@@ -16,6 +17,15 @@
 //       layer, and through norm and head, each as soon as it finds what the others have made before the |. It shares out a product as
 //       decode_model.cuh says; each block makes all of the product's input rows anew, in shared memory. The thread that owns an
 //       element of the stream adds to it in both products that do, and keeps it.
+// Tags: what the n-th product of a launch makes is published with tag 1 + n, so its inputs, of the product before, carry tag n:
+//
+//     phase       reads                        publishes               n = 4 layer +
+//     qkv         stream (embedding at first)  qkv                     0
+//     attention   qkv                          shares, as proj's       1
+//     proj        shares, of its own tag       stream                  1
+//     up          stream                       act                     2
+//     down        act                          stream                  3
+//
 // Latency: a phase's few bytes take less time than the way to memory. So the weights of the products to come are on their way
 //       whatever the phase; what else it needs of memory is asked for before the block waits for the others. What is left is
 //       the instructions of a phase, one after the other: the model's sizes are constants, so that there are few.
@@ -207,8 +217,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                 publish_packed(qkv + result.row * WIDTH / 2, result, Product<M, QKV>::DISTANCE, turned, b, tags.of(1 + n + QKV));
             });
         const long long cached = (long long)i * (ROWS / count) * context * KV_HEADS * HEAD_DIM;
-        const Attention<M, ROWS> attention = {qkv, keys + cached, values + cached, state, share_sums, tags.of(n + PROJ), tags.of(1 + n + PROJ),
-                                              held, count, context};
+        const Attention<M, ROWS> attention = {qkv, keys + cached, values + cached, state, share_sums,
+                                              tags.of(n + PROJ), tags.of(1 + n + PROJ), held, count, context};
         make_shares(attention, scratch);
         products.template run<PROJ>(
             n + PROJ,
@@ -252,7 +262,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             if (blockIdx.x == 0) *reinterpret_cast<uint2*>(norm + r * DIM + i) = x;
         });
     __syncthreads();  // the rows, written above, are read by all warps
-    let_next_start();  // when all blocks have come so far, and so are on the GPU
+    let_next_start();  // when all blocks have come so far, and so are on the GPU. This kernel itself starts behind the end of others.
     head.multiply(logits, vocab, rows);
     tags.end(1 + last);
 }

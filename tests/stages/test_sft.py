@@ -137,6 +137,12 @@ def test_a_base_model_of_another_tokenizer_is_refused(corpus: Any, base: Path, s
         run(corpus, base, settings_with(), tokenizer=tmp_path / "tokenizer.json")
 
 
+def test_heads_of_another_model_are_refused(corpus: Any, base: Path, settings_with: Make) -> None:
+    """Would catch NumPy's complaint about shapes from within the first update."""
+    with pytest.raises(ValueError, match=r"sft.mtp_weights: .* each of the \d heads of .*, got 1: set model.mtp"):
+        run(corpus, base, settings_with("model.mtp_heads=1"))
+
+
 def test_plan_is_printed_alone(corpus: Any, base: Path, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
     """Would catch a plan that trains."""
     run(corpus, base, settings_with("runtime.plan=true"))

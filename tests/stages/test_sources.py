@@ -92,6 +92,13 @@ def test_wheel_by_pip_is_kept_and_checked(wheel: Path, tmp_path: Path, monkeypat
     assert [entry.name for entry in kept.parent.iterdir()] == []
 
 
+def test_cache_that_cannot_be_made(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch the system's bare complaint, which does not say what to set."""
+    monkeypatch.setenv("NANOEULER_CACHE", str(wheel / "below a file"))
+    with pytest.raises(ValueError, match="is to keep what is fetched: Not a directory; set NANOEULER_CACHE"):
+        fetch_wheel(wheel_source(wheel, package="x", version="1"))
+
+
 def test_wrong_file_from_the_index_is_refused(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a fetched file that is kept before it is checked."""
     monkeypatch.setenv("NANOEULER_CACHE", str(tmp_path / "cache"))
