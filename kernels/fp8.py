@@ -28,7 +28,7 @@ def fp8_plan(config: ModelConfig, table: list[Parameter], rows: int) -> list[Buf
     widths, byte = {p.name.split(".")[2]: p.shape[1] for p in products}, np.dtype(np.uint8)
     return [
         *(Buffer(name, "parameters", (flat_size(products),), byte) for name in ("fp8", "fp8_transposed")),
-        Buffer("fp8_scales", "parameters", (len(products), 3), np.dtype(np.float32)),
+        Buffer("fp8_scales", "parameters", (len(products), 3, 4), np.dtype(np.float32)),  # each at a multiple of 16 bytes
         Buffer("fp8_most", "parameters", (len(products), 2), np.dtype(np.int32)),
         *(Buffer(f"fp8_{name}", "activations", (width * pitch,), byte, config.layers) for name, width in widths.items()),
     ]

@@ -53,13 +53,14 @@ def fp8_rescale(scales: Array, most: Array) -> None:
     """The scales of the next update's casts, from the largest magnitudes of this one's, which are forgotten.
 
     Args:
-        scales: (products, 3) fp32, of weight, input and gradient: the last two overwritten where the magnitude is not 0.
+        scales: (products, 3, 4) fp32, of weight, input and gradient, each the first of four, as cuBLASLt takes a scale
+            only at a multiple of 16 bytes: the last two overwritten where the magnitude is not 0.
         most:   (products, 2) int32, of input and gradient, as fp8 leaves them; zero afterwards.
     """
     for i, dtype in enumerate(FORMATS):
         for product in range(len(scales)):
             if most[product, i] > 0:
-                scales[product, 1 + i] = _scale(most[product, i : i + 1].view(np.float32)[0], dtype)
+                scales[product, 1 + i, 0] = _scale(most[product, i : i + 1].view(np.float32)[0], dtype)
     most[...] = 0
 
 

@@ -80,13 +80,13 @@ __global__ void __launch_bounds__(SCALE_BLOCK) fp8_scale(float* scale, const bf1
     finished[0] = 0;
 }
 
-// A product's scales are those of its weight, its input and its gradient; most of the last two.
+// A product's scales are those of its weight, its input and its gradient, each the first of four numbers; most of the last two.
 __global__ void fp8_rescale(float* scales, int* most, int products) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= products) return;
     // Zeros, as of an update none of whose tokens counts, say nothing of the next one.
-    if (most[2 * i] > 0) scales[3 * i + 1] = scale_of<e4m3>(most[2 * i]);
-    if (most[2 * i + 1] > 0) scales[3 * i + 2] = scale_of<e5m2>(most[2 * i + 1]);
+    if (most[2 * i] > 0) scales[12 * i + 4] = scale_of<e4m3>(most[2 * i]);
+    if (most[2 * i + 1] > 0) scales[12 * i + 8] = scale_of<e5m2>(most[2 * i + 1]);
     most[2 * i] = most[2 * i + 1] = 0;
 }
 

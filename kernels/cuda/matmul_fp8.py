@@ -52,8 +52,8 @@ class Fp8Weight(NamedTuple):
 
 
 def fp8_weight(device: Device, *arrays: Array, scales: Array, most: Array) -> Fp8Weight:
-    """The handle of a weight over its first four arrays, three scales and two magnitudes; cast_weight fills it."""
-    return Fp8Weight(*arrays, *(one[i : i + 1].reshape(()) for one in (scales, most) for i in range(len(one))))
+    """The handle of a weight over its first four arrays, three scales, (3, 4), and two magnitudes; cast_weight fills it."""
+    return Fp8Weight(*arrays, *(one.reshape(()) for one in (*scales[:, :1], *most.reshape(2, 1))))
 
 
 def cast_weight(device: Device, weight: Fp8Weight) -> None:

@@ -97,7 +97,7 @@ def test_what_is_not_finite(wrong: float) -> None:
 @pytest.mark.gpu
 def test_rescale() -> None:
     device, rng = gpu(), np.random.default_rng(0)
-    scales, magnitudes = rng.random((150, 3), np.float32), rng.random((150, 2), np.float32) * np.float32(1e-3)
+    scales, magnitudes = rng.random((150, 3, 4), np.float32), rng.random((150, 2), np.float32) * np.float32(1e-3)
     magnitudes[7] = 0, np.inf
     most = magnitudes.view(np.int32)
     of_gpu, noted = on_gpu(device, scales, FLOAT), on_gpu(device, most, np.int32)
@@ -140,7 +140,7 @@ def handle(device: Device, weight: Array) -> Fp8Weight:
     """A weight with its casts."""
     casts = memory(device, weight.shape, E4M3), memory(device, weight.shape[::-1], E4M3)
     saved = memory(device, (weight.shape[1] * 512,), E4M3)
-    numbers = {"scales": on_gpu(device, np.full(3, np.nan), FLOAT), "most": on_gpu(device, np.zeros(2, np.int32), np.int32)}
+    numbers = {"scales": on_gpu(device, np.full((3, 4), np.nan), FLOAT), "most": on_gpu(device, np.zeros(2, np.int32), np.int32)}
     found = fp8_weight(device, on_gpu(device, weight, BF16), *casts, saved, **numbers)
     cast_weight(device, found)
     return found

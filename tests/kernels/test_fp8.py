@@ -68,14 +68,14 @@ def test_scale_and_transposed(dtype: np.dtype[Any]) -> None:
 
 # A magnitude that a smaller one takes the place of, that outlives its update or makes another factor's scale; zeros' scale.
 def test_scales_of_the_next_update() -> None:
-    scales, most, out = np.full((2, 3), 5, np.float32), np.zeros((2, 2), np.int32), np.empty((1, 16), np.uint8)
+    scales, most, out = np.full((2, 3, 4), 5, np.float32), np.zeros((2, 2), np.int32), np.empty((1, 16), np.uint8)
     for largest in (3.0, 6.0, 2.0):
         fp8(out, None, ONE.copy(), most[0, 0:1].reshape(()), np.array([[-largest, 1.0] * 8]), measure=False)
     most[1] = np.array([0, np.nan], np.float32).view(np.int32)
     fp8_rescale(scales, most)
-    assert scales[0].tolist() == [5, np.float32(6) / 224, 5]
-    assert scales[1, :2].tolist() == [5, 5]
-    assert np.isnan(scales[1, 2])
+    assert scales[0, :, 0].tolist() == [5, np.float32(6) / 224, 5]
+    assert scales[1, :2, 0].tolist() == [5, 5]
+    assert np.isnan(scales[1, 2, 0])
     assert not most.any()
 
 

@@ -151,4 +151,4 @@ def test_fp8_is_counted(name: str) -> None:
     assert (plan["norm1"].layers, plan["norm2"].layers, plan["act"].layers) == (1, 1, 1)
     for linear, width in (("qkv", config.dim), ("proj", config.dim), ("up", config.dim), ("down", config.ffn)):
         assert (plan[f"fp8_{linear}"].shape, plan[f"fp8_{linear}"].layers) == ((160 * width,), layers)
-    assert (plan["fp8_scales"].shape, plan["fp8_most"].shape) == ((4 * layers, 3), (4 * layers, 2))
+    assert (plan["fp8_scales"].shape, plan["fp8_most"].shape) == ((4 * layers, 3, 4), (4 * layers, 2))
