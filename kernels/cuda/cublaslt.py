@@ -95,7 +95,8 @@ def multiply(
 ) -> None:  # fmt: skip
     """out (+)= op(a) @ op(b) with Product's epilogue, out neither a nor b. The first call for a shape takes longer: it times.
 
-    scales: arrays () of fp32, what a and b are multiplied by. FP8 has to have them, at multiples of 16 bytes, b transposed, and n and k that 16 divides.
+    scales: arrays () of fp32, at multiples of 16 bytes, what a and b are multiplied by. FP8 has to have them, b transposed, and n
+        and k that 16 divides.
 
     Raises:
         ValueError: the library is missing, or has no algorithm for the product.

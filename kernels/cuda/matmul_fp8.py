@@ -18,9 +18,9 @@ from kernels.cuda.fp8 import MULTIPLE, ROWS, fp8, fp8_gelu_backward, fp8_gelu_fo
 from kernels.cuda.gelu import gelu_backward, gelu_forward
 from kernels.cuda.launch import E4M3, E5M2, FLOAT, Array
 
-# Whether tensor cores keep the running sum themselves, in fewer bits than fp32: faster alone, hardly so under load, and
-# gradients have the longer sums.
-_FAST_FORWARD, _FAST_BACKWARD = True, False
+# Whether tensor cores keep the running sum themselves, in fewer bits than fp32: faster, but of dweight, whose sums run over all
+# rows; those of the other two run over a row.
+_FAST, _FAST_DINPUT = True, True
 _RESERVED = (cublaslt.WORKSPACE_BYTES,), np.uint8  # the library's part of the workspace, which comes first
 
 
@@ -66,7 +66,7 @@ def fp8_forward(device: Device, out: Any, inp: Any, weight: Fp8Weight, bias: Any
     _, cast = device.workspace(_RESERVED, (inp.shape, E4M3))
     fp8(device, cast, _saved(weight, len(inp)), weight.inp_scale, weight.inp_most, inp, measure=device.measuring)
     epilogue = "" if bias is None else "bias"
-    _multiply(device, out, cast, weight.out, (weight.inp_scale, weight.scale), False, _FAST_FORWARD, epilogue, bias)
+    _multiply(device, out, cast, weight.out, (weight.inp_scale, weight.scale), False, _FAST, epilogue, bias)
 
 
 def fp8_backward(device: Device, dinp: Any, dweight: Any, dout: Any, weight: Fp8Weight, add_dweight: bool) -> None:
@@ -91,7 +91,7 @@ def fp8_mlp_forward(
         fp8(device, cast, saved, down.inp_scale, down.inp_most, act, measure=True)
     else:
         fp8_gelu_forward(device, cast, saved, down.inp_scale, down.inp_most, up)
-    _multiply(device, out, cast, down.out, (down.inp_scale, down.scale), False, _FAST_FORWARD)
+    _multiply(device, out, cast, down.out, (down.inp_scale, down.scale), False, _FAST)
 
 
 def fp8_mlp_backward(
@@ -135,8 +135,8 @@ def _of_gradient(device: Device, dout: Any, weight: Fp8Weight) -> tuple[Any, Any
 def _backward(device: Device, dinp: Any, dweight: Any, cast: Any, turned: Any, weight: Fp8Weight, add_dweight: bool) -> None:
     """Both products of a gradient that is cast."""
     saved = _saved(weight, len(cast))
-    _multiply(device, dweight, turned, saved, (weight.dout_scale, weight.inp_scale), add_dweight, _FAST_BACKWARD)
-    _multiply(device, dinp, cast, weight.transposed, (weight.dout_scale, weight.scale), False, _FAST_BACKWARD)
+    _multiply(device, dweight, turned, saved, (weight.dout_scale, weight.inp_scale), add_dweight, False)
+    _multiply(device, dinp, cast, weight.transposed, (weight.dout_scale, weight.scale), False, _FAST_DINPUT)
 
 
 def _multiply(
