@@ -54,14 +54,11 @@ def single(arrays: Mapping[str, Array]) -> Arrays:
 
 
 def from_fp8(codes: Array) -> Array:
-    """The numbers in float64 that 8-bit codes stand for, e4m3 as uint8 or e5m2 as int8."""
-    bits, mantissa, bias = codes.view(np.uint8).astype(np.int64), *((3, 7) if codes.dtype == np.uint8 else (2, 15))
-    exponent, fraction = bits >> mantissa & (0x7F >> mantissa), bits & 2**mantissa - 1
-    magnitude = np.ldexp(np.where(exponent > 0, 2.0**mantissa, 0) + fraction, np.maximum(exponent, 1) - bias - mantissa)
-    if mantissa == 3:
-        magnitude[bits & 0x7F == 0x7F] = np.nan
-    else:
-        magnitude[exponent == 31] = np.where(fraction[exponent == 31] == 0, np.inf, np.nan)
+    """The numbers in float64 that codes of e4m3 stand for."""
+    bits = codes.astype(np.int64)
+    exponent, fraction = bits >> 3 & 15, bits & 7
+    magnitude = np.ldexp(np.where(exponent > 0, 8.0, 0) + fraction, np.maximum(exponent, 1) - 10)
+    magnitude[bits & 0x7F == 0x7F] = np.nan
     return np.where(bits >> 7 == 1, -magnitude, magnitude)
 
 

@@ -1,10 +1,9 @@
 """A matrix in 8-bit floating point, with one factor for all of it, and its transpose: what the products of FP8 read.
 
-    e4m3: sign, 4 bits of exponent, 3 of mantissa, up to 448, no infinity     held as uint8
-    e5m2: sign, 5 bits of exponent, 2 of mantissa, up to 57344                held as int8, which tells the two apart
+    e4m3: sign, 4 bits of exponent from 2^-6, 3 of mantissa, up to 448, no infinity (Micikevicius et al. 2022, arXiv:2209.05433)
 
-Factors of a product are e4m3, gradients e5m2 (Micikevicius et al. 2022, arXiv:2209.05433). The CPU engine makes no product of
-them; this is what the GPU's casts are held against.
+Gradients too, as in DeepSeek-V3 (2024, arXiv:2412.19437), though e5m2 reaches further: kernels/NOTES.md. The CPU engine makes no
+product of them; this is what the GPU's casts are held against.
 """
 
 from typing import Any
@@ -13,9 +12,8 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# By the type that holds it: bits of the mantissa, exponent of the smallest normal number, the largest number, and to what a scale
-# brings the largest magnitude: the next update's may be twice as large, of a gradient, whose format reaches further, 16 times.
-FORMATS = {np.dtype(np.uint8): (3, -6, 448.0, 224.0), np.dtype(np.int8): (2, -14, 57344.0, 3584.0)}
+MANTISSA, LOWEST, LARGEST = 3, -6, np.float32(448)  # bits; exponent of the smallest normal number; the largest number
+TOP = np.float32(112)  # to what a scale brings the largest magnitude: the next update's may be four times as large
 # A largest magnitude below this is taken as this, so that a matrix of zeros has a factor, and a factor an inverse.
 SMALLEST = np.float32(2.0**-100)
 
@@ -26,22 +24,21 @@ def fp8(
     """out = inp / scale, to nearest, ties to even; beyond the largest number that. What is not finite becomes NaN.
 
     Args:
-        out:        (rows, columns) uint8 or int8, overwritten; or None.
-        transposed: (columns, at least rows) of the same type, overwritten, zeros beyond the rows; or None.
+        out:        (rows, columns) uint8, overwritten; or None.
+        transposed: (columns, at least rows) uint8, overwritten, zeros beyond the rows; or None.
         scale:      () fp32.
         most:       () int32, the bits of an fp32 number: becomes the largest magnitude of inp where that is larger; or None.
         inp:        (rows, columns), what bf16 holds.
         measure:    whether scale is overwritten with what inp's own largest magnitude asks for, or used as it is. It is not
             finite where an element is not, and then all is NaN.
     """
-    dtype = next(array.dtype for array in (out, transposed) if array is not None)
     single = inp.astype(np.float32)
     largest = np.abs(single).max()
     if measure:
-        scale[...] = _scale(largest, dtype)
+        scale[...] = _scale(largest)
     if most is not None:
         most[...] = max(most, largest.view(np.int32))  # in the order of the numbers, NaN above all
-    code = _encoded(single * (np.float32(1) / np.float32(scale)) + (single - single), dtype)
+    code = _encoded(single * (np.float32(1) / np.float32(scale)) + (single - single))
     if out is not None:
         out[...] = code
     if transposed is not None:
@@ -57,23 +54,19 @@ def fp8_rescale(scales: Array, most: Array) -> None:
             only at a multiple of 16 bytes: the last two overwritten where the magnitude is not 0.
         most:   (products, 2) int32, of input and gradient, as fp8 leaves them; zero afterwards.
     """
-    for i, dtype in enumerate(FORMATS):
-        for product in range(len(scales)):
-            if most[product, i] > 0:
-                scales[product, 1 + i, 0] = _scale(most[product, i : i + 1].view(np.float32)[0], dtype)
+    known = most > 0
+    scales[:, 1:, 0][known] = _scale(most.view(np.float32)[known])
     most[...] = 0
 
 
-def _scale(largest: np.float32, dtype: np.dtype[Any]) -> np.float32:
-    return (SMALLEST if largest < SMALLEST else largest) / np.float32(FORMATS[dtype][3])  # type: ignore[no-any-return]
+def _scale(largest: Any) -> Any:
+    return np.maximum(largest, SMALLEST) / TOP  # of NaN it is NaN
 
 
-def _encoded(values: Array, dtype: np.dtype[Any]) -> Array:
+def _encoded(values: Array) -> Array:
     """The codes of fp32 numbers: they count the numbers of one sign in order, from 0."""
-    mantissa, lowest, largest, _ = FORMATS[dtype]
-    magnitude = np.minimum(np.abs(values), np.float32(largest))
-    exponent = np.frexp(np.maximum(magnitude, 2.0**lowest))[1] - 1  # below 2^lowest numbers lie as close as above
-    steps = np.rint(np.ldexp(magnitude, mantissa - exponent))  # 2^(mantissa + 1) of them are the next exponent's first number
-    code = steps + (exponent - lowest) * 2**mantissa
-    code = np.where(np.isnan(values), 127, code).astype(np.uint8)
-    return (code | np.signbit(values).astype(np.uint8) << 7).view(dtype)
+    magnitude = np.minimum(np.abs(values), LARGEST)
+    exponent = np.frexp(np.maximum(magnitude, 2.0**LOWEST))[1] - 1  # below 2^LOWEST numbers lie as close as above
+    steps = np.rint(np.ldexp(magnitude, MANTISSA - exponent))  # 2^(MANTISSA + 1) of them are the next exponent's first number
+    code = np.where(np.isnan(values), 127, steps + (exponent - LOWEST) * 2**MANTISSA)
+    return code.astype(np.uint8) | np.signbit(values).astype(np.uint8) << 7

@@ -23,7 +23,7 @@ from cuda.pathfinder import load_nvidia_dynamic_lib
 from kernels.cache import user_cache
 from kernels.cuda import choices
 from kernels.cuda.device import Device
-from kernels.cuda.launch import BF16, E4M3, E5M2, FLOAT
+from kernels.cuda.launch import BF16, E4M3, FLOAT
 from kernels.cuda.timing import milliseconds
 
 Scales = tuple[Any, Any]
@@ -32,7 +32,7 @@ WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
 INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to own"
 
 # cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
-_TYPES, _NAMES = {FLOAT: 0, BF16: 14, E4M3: 28, E5M2: 29}, {FLOAT: "fp32", BF16: "bf16", E4M3: "e4m3", E5M2: "e5m2"}
+_TYPES, _NAMES = {FLOAT: 0, BF16: 14, E4M3: 28}, {FLOAT: "fp32", BF16: "bf16", E4M3: "e4m3"}
 _COMPUTE = {"fp32": 68, "bf16": 68, "tf32": 77, "fp8": 68, "fp8 fast": 68}
 _BATCH_COUNT, _BATCH_OFFSET = 5, 6
 _TRANSPOSE_FIRST, _TRANSPOSE_SECOND, _EPILOGUE, _BIAS, _AUX, _AUX_ROW = 3, 4, 7, 8, 11, 12
@@ -59,7 +59,7 @@ class Product(NamedTuple):
     """out (m, n) = op(a) (m, k) @ op(b) (k, n), op a transposition or none; `accumulate` adds to out. Arrays are row-major.
 
     Args:
-        inputs, output: element types, of a and b apart.
+        inputs, output: element types.
         precision: what the factors are rounded to: "fp32", "tf32", "bf16", "fp8", or "fp8 fast", sums then in fewer bits as well.
         alignments: of the addresses of a, b and out, in bytes; of every matrix of a batch.
         epilogue: what is done to each sum before it is rounded, "" for nothing: "bias", a row (n,) is added; "gelu", it is kept
@@ -74,7 +74,7 @@ class Product(NamedTuple):
     transpose_a: bool
     transpose_b: bool
     accumulate: bool
-    inputs: tuple[np.dtype[Any], np.dtype[Any]]
+    inputs: np.dtype[Any]
     output: np.dtype[Any]
     precision: str
     alignments: tuple[int, int, int]
@@ -83,10 +83,10 @@ class Product(NamedTuple):
 
     def __str__(self) -> str:
         operation = f"{'T' if self.transpose_a else 'N'}{'T' if self.transpose_b else 'N'}{'+' if self.accumulate else ''}"
-        types = f"{','.join(dict.fromkeys(_NAMES[one] for one in self.inputs))}-{_NAMES[self.output]}"
-        how = f"{self.precision}{self.epilogue and ' '}{self.epilogue} {','.join(map(str, self.alignments))}"
+        alignments = ",".join(map(str, self.alignments))
+        types = f"{_NAMES[self.inputs]}-{_NAMES[self.output]} {self.precision}{self.epilogue and ' '}{self.epilogue}"
         batch = f"{self.batch} of " if self.batch > 1 else ""
-        return f"{batch}{self.m}x{self.n}x{self.k} {operation} {types} {how}"
+        return f"{batch}{self.m}x{self.n}x{self.k} {operation} {types} {alignments}"
 
 
 def multiply(
@@ -112,14 +112,14 @@ def plan(
     """The plan of a product, made at the first call for its shape; afterwards `out` holds what it did, or the product."""
     *batch, m, n = out.shape
     k, alignments = a.shape[-2 if transpose_a else -1], (_alignment(a), _alignment(b), _alignment(out))
-    how = transpose_a, transpose_b, accumulate, (a.dtype, b.dtype), out.dtype, precision, alignments, epilogue
+    how = transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision, alignments, epilogue
     product = Product(m, n, k, *how, *batch)
     found = _PLANS.get(product)
     if found is None:
         assert not device.stream.is_capturing(), f"cuBLASLt: {product} has to run once before a graph captures it"
         assert a.shape == (*batch, *((k, m) if transpose_a else (m, k))), product
         assert b.shape == (*batch, *((n, k) if transpose_b else (k, n))), product
-        assert all(x.flags.c_contiguous for x in (out, a, b)), product
+        assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), product
         found = Plan(product, bias, scales)
         found.choose(device, out, a, b, bias, aux, scales)
         _PLANS[product] = found
@@ -155,8 +155,8 @@ class Plan:
             self._set(_AUX_ROW, c_int64(p.n))
         self._set(_FAST_SUMS, c_int8("fast" in p.precision))
         self._point(bias if "fp8" in p.precision else None, None, scales)
-        self._first = _layout(p.inputs[1], *((p.k, p.n) if p.transpose_b else (p.n, p.k)), p.batch)
-        self._second = _layout(p.inputs[0], *((p.m, p.k) if p.transpose_a else (p.k, p.m)), p.batch)
+        self._first = _layout(p.inputs, *((p.k, p.n) if p.transpose_b else (p.n, p.k)), p.batch)
+        self._second = _layout(p.inputs, *((p.m, p.k) if p.transpose_a else (p.k, p.m)), p.batch)
         self._out = _layout(p.output, p.n, p.m, p.batch)
         self._one, self._beta = c_float(1), c_float(int(p.accumulate))
         self.candidates = self._offered()

@@ -4,7 +4,7 @@
 //     or of gelu(up) or dout * gelu'(up) in place of inp, rounded to bf16 first, as if gelu.cu had written it; then dbias is its sum
 //     over rows, in the second case.
 //
-// Layout: inp bf16 (rows, columns), 16 dividing columns; out of T, e4m3 or e5m2, likewise; transposed (columns, pitch), 16 dividing
+// Layout: inp bf16 (rows, columns), 16 dividing columns; out likewise; transposed (columns, pitch), 16 dividing
 //         pitch, zeros beyond the rows; all begin at multiples of 16 bytes. scale fp32 () and most int32 (), the bits of a magnitude.
 // Work: fp8_scale, blocks stride over the matrix and meet in one integer maximum; the last to come writes the scale. fp8_cast, a block
 //       owns a tile of ROWS x COLUMNS and turns it in shared memory, so that lines of 128 bytes are read and, transposed, written. It
@@ -13,7 +13,7 @@
 // Precision: the quotient by fp32's reciprocal of the scale; one rounding, to nearest, ties to even, at most to the largest number.
 //            NaN and infinity become NaN, and make a scale of their own so, and all of the product NaN.
 // Determinism: a maximum does not depend on the order.
-// Source: Micikevicius et al. 2022, arXiv:2209.05433 (formats).
+// Source: Micikevicius et al. 2022, arXiv:2209.05433 (e4m3).
 
 #include <cuda_fp8.h>
 
@@ -21,29 +21,15 @@
 #include "vectors.cuh"
 
 using e4m3 = __nv_fp8_e4m3;
-using e5m2 = __nv_fp8_e5m2;
 
-template <typename T>
-struct Format;
-template <>
-struct Format<e4m3> {
-    static constexpr auto KIND = __NV_E4M3;
-    static constexpr float TOP = 224.0f;  // of 448: the next update's largest magnitude may be twice as large
-};
-template <>
-struct Format<e5m2> {
-    static constexpr auto KIND = __NV_E5M2;
-    static constexpr float TOP = 3584.0f;  // of 57344: of a gradient 16 times
-};
-
+constexpr float TOP = 112.0f;  // of 448: the next update's largest magnitude may be four times as large
 constexpr float SMALLEST = 0x1p-100f;  // so that zeros have a scale, and each scale a reciprocal
 constexpr int SIZE = 8, SCALE_BLOCK = 512, CAST_BLOCK = 256, GROUP = 4;
 enum { NUMBERS, GELU, GELU_BACKWARD };
 
-template <typename T>
-float scale_of(int bits) {
+inline float scale_of(int bits) {
     const float largest = __int_as_float(bits);
-    return (largest < SMALLEST ? SMALLEST : largest) / Format<T>::TOP;  // NaN is not below
+    return (largest < SMALLEST ? SMALLEST : largest) / TOP;  // NaN is not below
 }
 
 // Bits of a vector's largest magnitude, in each half of a word: in the order of the magnitudes, NaN above all.
@@ -56,7 +42,6 @@ inline unsigned most_of(const Packed<bf16, SIZE>& x) {
 inline unsigned as_float_bits(unsigned both) { return max(both & 0xffffu, both >> 16) << 16; }
 
 // vectors: of inp, of SIZE elements each. finished: blocks that are done, and the bits of the largest magnitude; zero before and after.
-template <typename T>
 __global__ void __launch_bounds__(SCALE_BLOCK) fp8_scale(float* scale, const bf16* inp, int* finished, long long vectors) {
     constexpr int UNDER_WAY = 4;  // vectors that a thread waits for at once; not tuned
     const long long step = (long long)gridDim.x * SCALE_BLOCK;
@@ -76,25 +61,24 @@ __global__ void __launch_bounds__(SCALE_BLOCK) fp8_scale(float* scale, const bf1
     atomicMax(finished + 1, bits);
     __threadfence();  // the maximum is there before the count says so
     if (atomicAdd(finished, 1) < gridDim.x - 1) return;
-    *scale = scale_of<T>(atomicExch(finished + 1, 0));
+    *scale = scale_of(atomicExch(finished + 1, 0));
     finished[0] = 0;
 }
 
 // A product's scales are those of its weight, its input and its gradient, each the first of four numbers; most of the last two.
-__global__ void fp8_rescale(float* scales, int* most, int products) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= products) return;
+__global__ void fp8_rescale(float* scales, int* most, int count) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;  // of most
+    if (i >= count) return;
     // Zeros, as of an update none of whose tokens counts, say nothing of the next one.
-    if (most[2 * i] > 0) scales[12 * i + 4] = scale_of<e4m3>(most[2 * i]);
-    if (most[2 * i + 1] > 0) scales[12 * i + 8] = scale_of<e5m2>(most[2 * i + 1]);
-    most[2 * i] = most[2 * i + 1] = 0;
+    if (most[i] > 0) scales[12 * (i / 2) + 4 * (1 + i % 2)] = scale_of(most[i]);
+    most[i] = 0;
 }
 
 // Four numbers' bytes, the first in the lowest.
-template <typename T, typename F>
+template <typename F>
 unsigned four(F of) {
     const auto pair = [&](int j) {
-        return (unsigned)__nv_cvt_float2_to_fp8x2(make_float2(of(j), of(j + 1)), __NV_SATFINITE, Format<T>::KIND);
+        return (unsigned)__nv_cvt_float2_to_fp8x2(make_float2(of(j), of(j + 1)), __NV_SATFINITE, __NV_E4M3);
     };
     return pair(0) | pair(2) << 16;
 }
@@ -123,9 +107,9 @@ void sum_rows(float* to, const Packed<bf16, SIZE> (&x)[GROUP], int columns_left)
 
 // grid: (tiles of columns, of rows). out, transposed, most and partial may each be null. OF: what is cast, NUMBERS, those of inp;
 // their GELU; or inp times GELU's derivative at up.
-template <typename T, int OF>
+template <int OF>
 __global__ void __launch_bounds__(CAST_BLOCK)
-    fp8_cast(T* out, T* transposed, const float* scale, int* most, float* partial, const bf16* inp, const bf16* up, int rows, int columns,
+    fp8_cast(e4m3* out, e4m3* transposed, const float* scale, int* most, float* partial, const bf16* inp, const bf16* up, int rows, int columns,
              int pitch) {
     // A thread casts GROUP rows of a vector; of its tile each column's bytes lie in CHUNKS of 16. Not tuned.
     constexpr int COLUMNS = 64, ROWS = CAST_BLOCK / (COLUMNS / SIZE) * GROUP, CHUNK = 16, CHUNKS = ROWS / CHUNK;
@@ -164,7 +148,7 @@ __global__ void __launch_bounds__(CAST_BLOCK)
         largest = __vmaxu2(largest, most_of(x[i]));
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            word[i][half] = four<T>([&](int j) {
+            word[i][half] = four([&](int j) {
                 const float value = x[i](4 * half + j);
                 return fmaf(value, inverse, value - value);  // the difference is 0, or NaN: infinity is not to become a number
             });

@@ -16,11 +16,8 @@ from kernels.cuda.columns import add_rows
 from kernels.cuda.device import Device
 from kernels.cuda.fp8 import MULTIPLE, ROWS, fp8, fp8_gelu_backward, fp8_gelu_forward
 from kernels.cuda.gelu import gelu_backward, gelu_forward
-from kernels.cuda.launch import E4M3, E5M2, FLOAT, Array
+from kernels.cuda.launch import E4M3, FLOAT, Array
 
-# Whether tensor cores keep the running sum themselves, in fewer bits than fp32: faster, but of dweight, whose sums run over all
-# rows; those of the other two run over a row.
-_FAST, _FAST_DINPUT = True, True
 _RESERVED = (cublaslt.WORKSPACE_BYTES,), np.uint8  # the library's part of the workspace, which comes first
 
 
@@ -29,7 +26,7 @@ class Fp8Weight(NamedTuple):
 
     Args:
         inp: the weight itself, bf16.
-        out, transposed: its cast, e4m3, and that transposed.
+        out, transposed: its cast and that transposed.
         saved: bytes for the transposed cast of an input, which forward leaves to backward.
         scale, inp_scale, dout_scale: () of the casts of weight, input and gradient.
         inp_most, dout_most: () the largest magnitudes of an update's inputs and gradients so far.
@@ -62,11 +59,11 @@ def cast_weight(device: Device, weight: Fp8Weight) -> None:
 
 
 def fp8_forward(device: Device, out: Any, inp: Any, weight: Fp8Weight, bias: Any) -> None:
-    """out, bf16, = inp @ weight^T (+ bias) of both factors' casts; sums in fp32 or a little less, one rounding."""
+    """out, bf16, = inp @ weight^T (+ bias) of both factors' casts; one rounding."""
     _, cast = device.workspace(_RESERVED, (inp.shape, E4M3))
     fp8(device, cast, _saved(weight, len(inp)), weight.inp_scale, weight.inp_most, inp, measure=device.measuring)
     epilogue = "" if bias is None else "bias"
-    _multiply(device, out, cast, weight.out, (weight.inp_scale, weight.scale), False, _FAST, epilogue, bias)
+    _multiply(device, out, cast, weight.out, (weight.inp_scale, weight.scale), epilogue, bias)
 
 
 def fp8_backward(device: Device, dinp: Any, dweight: Any, dout: Any, weight: Fp8Weight, add_dweight: bool) -> None:
@@ -91,7 +88,7 @@ def fp8_mlp_forward(
         fp8(device, cast, saved, down.inp_scale, down.inp_most, act, measure=True)
     else:
         fp8_gelu_forward(device, cast, saved, down.inp_scale, down.inp_most, up)
-    _multiply(device, out, cast, down.out, (down.inp_scale, down.scale), False, _FAST)
+    _multiply(device, out, cast, down.out, (down.inp_scale, down.scale))
 
 
 def fp8_mlp_backward(
@@ -127,22 +124,20 @@ def _saved(weight: Fp8Weight, rows: int) -> Any:
 def _of_gradient(device: Device, dout: Any, weight: Fp8Weight) -> tuple[Any, Any, Any]:
     """Workspace for a gradient's cast, that transposed, and sums over its tiles' rows."""
     outputs, pitch = dout.shape[1], _saved(weight, len(dout)).shape[1]
-    parts = (dout.shape, E5M2), ((outputs, pitch), E5M2), ((1, -(-pitch // ROWS), outputs), FLOAT)
+    parts = (dout.shape, E4M3), ((outputs, pitch), E4M3), ((1, -(-pitch // ROWS), outputs), FLOAT)
     _, cast, turned, partial = device.workspace(_RESERVED, *parts)
     return cast, turned, partial
 
 
 def _backward(device: Device, dinp: Any, dweight: Any, cast: Any, turned: Any, weight: Fp8Weight, add_dweight: bool) -> None:
     """Both products of a gradient that is cast."""
-    saved = _saved(weight, len(cast))
-    _multiply(device, dweight, turned, saved, (weight.dout_scale, weight.inp_scale), add_dweight, False)
-    _multiply(device, dinp, cast, weight.transposed, (weight.dout_scale, weight.scale), False, _FAST_DINPUT)
+    saved, scales = _saved(weight, len(cast)), (weight.dout_scale, weight.inp_scale)
+    cublaslt.multiply(device, dweight, turned, saved, False, True, add_dweight, "fp8", scales=scales)  # the longest sums
+    _multiply(device, dinp, cast, weight.transposed, (weight.dout_scale, weight.scale))
 
 
 def _multiply(
-    device: Device, out: Any, a: Any, b: Any, scales: tuple[Any, Any], accumulate: bool, fast: bool, epilogue: str = "",
-    bias: Any = None,
-) -> None:  # fmt: skip
-    """out (+)= a @ b^T."""
-    precision = "fp8 fast" if fast else "fp8"
-    cublaslt.multiply(device, out, a, b, False, True, accumulate, precision, epilogue, bias, scales=scales)
+    device: Device, out: Any, a: Any, b: Any, scales: tuple[Any, Any], epilogue: str = "", bias: Any = None
+) -> None:
+    """out = a @ b^T, summed by tensor cores alone, which keep fewer bits than fp32."""
+    cublaslt.multiply(device, out, a, b, False, True, False, "fp8 fast", epilogue, bias, scales=scales)

@@ -141,15 +141,13 @@ class Fp8Ops(RoundingOps):
         self.blocks = {id(weight) for name, weight in engine._model.weights.items() if name.startswith("blocks.")}
 
     def matmul_forward(self, out: Array, inp: Array, weight: Array, bias: Array | None = None) -> None:
-        """Both factors e4m3."""
-        factors = (cast(inp, np.uint8), cast(weight, np.uint8)) if id(weight) in self.blocks else (inp, weight)
+        """Both factors."""
+        factors = (cast(inp), cast(weight)) if id(weight) in self.blocks else (inp, weight)
         self.__getattr__("matmul_forward")(out, *factors, bias)
 
     def matmul_backward(self, dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, **options: Any) -> None:
-        """The gradient e5m2."""
-        factors = dout, inp, weight
-        if id(weight) in self.blocks:
-            factors = cast(dout, np.int8), cast(inp, np.uint8), cast(weight, np.uint8)
+        """All three."""
+        factors = (cast(dout), cast(inp), cast(weight)) if id(weight) in self.blocks else (dout, inp, weight)
         self.__getattr__("matmul_backward")(dinp, dweight, *factors, **options)
 
     def matmul_gelu_forward(self, act: Array, up: Array, inp: Array, weight: Array, bias: Array | None) -> None:
@@ -167,9 +165,9 @@ class Fp8Ops(RoundingOps):
             self.bias_backward(dbias, dup)
 
 
-def cast(array: Array, dtype: Any) -> Array:
+def cast(array: Array) -> Array:
     """What 8 bits and a scale keep of it."""
-    out, scale = np.empty(array.shape, dtype), np.zeros((), np.float32)
+    out, scale = np.empty(array.shape, np.uint8), np.zeros((), np.float32)
     fp8(out, None, scale, None, array, measure=True)
     return (from_fp8(out) * scale).astype(np.float32)
 
