@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16", "fp8"), default="fp32")
     parser.add_argument("--matmul", choices=("cublaslt", "own"), default="cublaslt")
     parser.add_argument("--attention", choices=("hopper", "mma", "scalar"), default="hopper")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)

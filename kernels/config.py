@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 Norm = Literal["rmsnorm", "layernorm"]
 Position = Literal["rope", "learned"]
 Mlp = Literal["swiglu", "gelu"]
-Precision = Literal["fp32", "tf32", "bf16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp8"]
 Recompute = Literal["none", "mlp"]
 Matmul = Literal["cublaslt", "own"]
 Attention = Literal["hopper", "mma", "scalar"]
@@ -102,8 +102,9 @@ class Numerics:
     """All that can change a bit of the result: how numbers are held, multiplied and kept.
 
     Args:
-        precision: fp32; tf32, fp32 arrays whose products, those of attention too, round their factors to 10 bits; or bf16,
-            weights and activations of 16 bits beside an fp32 stream, master weights, gradients, moments, statistics and losses.
+        precision: fp32; tf32, fp32 arrays whose products, those of attention too, round their factors to 10 bits; bf16,
+            weights and activations of 16 bits beside an fp32 stream, master weights, gradients, moments, statistics and losses;
+            or fp8, bf16 but for the products of the blocks' linear layers in training, whose factors have 8 bits and a scale.
             The CPU engine computes in fp32 only.
         matmul: cublaslt, the library's product, each shape by its fastest algorithm; or own, the kernel written here. GPU only.
         attention: hopper, on that GPU's tensor cores, mma, on any's, each where precision and head width allow, else the next; or
@@ -113,7 +114,7 @@ class Numerics:
             the order in which its blocks come.
 
     Raises:
-        ValueError: a value is unknown.
+        ValueError: a value is unknown, or precision and matmul do not go together.
     """
 
     precision: Precision = "fp32"
@@ -127,3 +128,5 @@ class Numerics:
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"numerics.{name}: expected one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+        if self.precision == "fp8" and self.matmul != "cublaslt":
+            raise ValueError(f"numerics.matmul: fp8 has the library's products alone, got {self.matmul}; set it to cublaslt")

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.arena import Arena, Exchange
 from kernels.config import ModelConfig
-from kernels.memory import Arena, Exchange, exchange_plan
+from kernels.memory import exchange_plan
 from kernels.model import Cache, Transformer
 
 Array = np.ndarray[Any, Any]

@@ -12,15 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.arena import Arena
 from kernels.batch import Batch, check, head_targets
 from kernels.config import ModelConfig, Numerics, Optimizer
 from kernels.decoding import Decoding
 from kernels.devices import open_ops
-from kernels.memory import Arena, check_fits, plan, report
+from kernels.fp8 import fp8_weights
+from kernels.memory import check_fits, plan, report
 from kernels.model import Transformer
 from kernels.parameters import Matrices, hidden_matrices, initial_weights, named, parameter_table, run_flags
 
 Array = np.ndarray[Any, Any]
+
+# Flat arrays that an update leaves to the next, those that there are.
+STATE = ("parameters", "exp_avg", "exp_avg_sq", "fp8_scales")
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ class Engine(Decoding):
         self._grads = named(self._flat["gradients"], self._table) if training else {}
         self._weights = named(self._flat["parameters"], self._table)
         read = named(self._flat["weights"], self._table) if "weights" in self._flat else self._weights
-        self._model = Transformer(config, numerics, self.ops, read, self._weights, self._grads, self._arena)
+        self._narrow = fp8_weights(self.ops, self._plan, self._arena, self._table, read)
+        self._model = Transformer(config, numerics, self.ops, read, self._narrow, self._weights, self._grads, self._arena)
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.view("workspace", self._plan[-1].shape))
         if training:
@@ -154,12 +160,16 @@ class Engine(Decoding):
             self._input("nll_weight", weight * np.asarray(head_scale, np.float64)[:, None]),
         )
         first, self._first = self._first, False
-        self.ops.replay(("micro_step", tokens.shape, first), lambda: self._forward_backward(tokens, start, *inputs, first))
+        measuring = bool(self._narrow) and self._step == 0
+        if self._narrow:
+            self.ops.measure(measuring)
+        key = "micro_step", tokens.shape, first, measuring
+        self.ops.replay(key, lambda: self._forward_backward(tokens, start, *inputs, first))
 
     def _forward_backward(
         self, tokens: Array, start: Array, targets: Array, loss_weight: Array, nll_weight: Array, first: bool
     ) -> None:
-        norm, sums = self._model.forward(tokens, start), self._arena.view("nll_sums", (self.config.mtp_heads,))
+        norm, sums = self._model.forward(tokens, start, training=True), self._arena.view("nll_sums", (self.config.mtp_heads,))
         nll = self._arena.view("nll", (norm.shape[0],))
         dnorm, vocab_size = self._arena.view("dnorm", norm.shape), self.config.vocab_size
         for k in range(self.config.mtp_heads):
@@ -204,12 +214,13 @@ class Engine(Decoding):
         self.ops.grad_norm(norm, flat["gradients"])
         self.ops.adamw(
             flat["parameters"], flat["exp_avg"], flat["exp_avg_sq"], flat["gradients"], flat.get("weights"), flat["flags"],
-            norm, lr, step,
-            beta1=o.beta1, beta2=o.beta2, eps=o.eps,
-            weight_decay=o.weight_decay, grad_clip=o.grad_clip,
+            norm, lr, step, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, grad_clip=o.grad_clip,
         )  # fmt: skip
         for matrices in self._hidden:
             self.ops.muon(*self._muon_arrays(matrices), norm, lr, weight_decay=o.weight_decay, grad_clip=o.grad_clip)
+        if self._narrow:
+            self.ops.fp8_rescale(flat["fp8_scales"], flat["fp8_most"])
+        self._cast_weights()
 
     def _muon_arrays(self, matrices: Matrices) -> list[Array | None]:
         """Matrices themselves, their momentum, gradient and copy that products read if there is one, and the scratch."""
@@ -243,16 +254,17 @@ class Engine(Decoding):
         return result
 
     def state(self) -> dict[str, Array]:
-        """A copy of all that training needs to go on bit for bit: parameters, moments and the count of updates."""
-        names = ("parameters", "exp_avg", "exp_avg_sq")
-        return {**{name: self.ops.download(self._flat[name]) for name in names}, "step": np.array(self._step, np.int64)}
+        """A copy of all that training needs to go on bit for bit: parameters, moments, scales and the count of updates."""
+        copies = {name: self.ops.download(self._flat[name]) for name in STATE if name in self._flat}
+        return {**copies, "step": np.array(self._step, np.int64)}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         """Go on from a state of an engine of the same configuration."""
-        for name in ("parameters", "exp_avg", "exp_avg_sq"):
+        for name in self._flat.keys() & STATE:
             self.ops.upload(self._flat[name], state[name])
         self._copy_weights()
-        self.ops.fill_zero(self._flat["gradients"])
+        for name in self._flat.keys() & ("gradients", "fp8_most"):
+            self.ops.fill_zero(self._flat[name])
         self.ops.fill_zero(self._arena.view("nll_sums", (self.config.mtp_heads,)))
         self._step, self._first = int(state["step"]), True
 
@@ -268,6 +280,12 @@ class Engine(Decoding):
         """The copy that products read, where they read one, from the parameters."""
         if "weights" in self._flat:
             self.ops.rounding(self._flat["weights"], self._flat["parameters"])
+        self._cast_weights()
+
+    def _cast_weights(self) -> None:
+        """What FP8's products read, once an update, from that copy."""
+        for weight in self._narrow.values():
+            self.ops.cast_weight(weight)
 
     def _take(self, batch: Batch) -> tuple[Array, Array]:
         """Check a batch; its tokens, and where their documents begin, on the device."""

@@ -1,56 +1,20 @@
-"""The plan of every byte an engine holds, and the arena that holds them.
+"""The plan of every byte an engine holds.
 
 All buffers are known before the first step: nothing is allocated while training, and what doesn't fit is refused at once.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kernels.arena import Buffer
 from kernels.config import ModelConfig, Numerics, Optimizer
+from kernels.fp8 import fp8_plan
 from kernels.parameters import RUN, flat_size, hidden_matrices, parameter_table
 
-Array = np.ndarray[Any, Any]
-
-# Every buffer starts at a multiple of this, for vector loads.
-ALIGNMENT_BYTES = 256
-# Views that an arena keeps, since making one takes a device's library some microseconds, which a decoded token waits for.
-MOST_VIEWS = 4096
 # Logits are held for no more rows at once than this allows; a head goes over its rows in as many parts as it takes.
 LOGITS_BYTES = 2**30
-# The kinds of buffers whose size the parameters alone decide.
-FIXED = ("parameters", "gradients", "moments", "muon")
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One named array of the plan; `kind` groups it in the report, `layers` makes one a layer."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    layers: int = 1
-
-    @property
-    def fixed(self) -> bool:
-        """Whether its size does not depend on the batch."""
-        return self.kind in FIXED
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer's array, rounded up to the alignment."""
-        exact = math.prod(self.shape) * self.dtype.itemsize
-        return -(-exact // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all layers' arrays."""
-        return self.layer_bytes * self.layers
 
 
 def activation_plan(
@@ -73,16 +37,17 @@ def activation_plan(
     hidden = c.ffn * (2 if c.mlp == "swiglu" else 1)
     qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
     statistics = ["rstd"] if c.norm == "rmsnorm" else ["mean", "rstd"]
-    act_layers = 1 if numerics.recompute == "mlp" else layers
+    kept = 1 if numerics.precision == "fp8" else layers  # whose products keep their inputs' casts
+    act_layers = 1 if numerics.recompute == "mlp" else kept
     plan = [
         Buffer(name, "activations", (rows, width), dtype if name.startswith("residual") else storage, count)
         for name, width, count in (
             ("residual1", c.dim, layers),
-            ("norm1", c.dim, layers),
+            ("norm1", c.dim, kept),
             ("qkv", qkv, layers),
             ("attended", c.dim, layers),
             ("residual2", c.dim, layers),
-            ("norm2", c.dim, layers),
+            ("norm2", c.dim, kept),
             ("up", hidden, layers),
             ("act", c.ffn, act_layers),
             ("residual", c.dim, 1),
@@ -193,8 +158,10 @@ def memory_plan(
         workspace_bytes: what the device's operations need while they run.
         optimizer: as the engine's.
     """
-    rows = micro_batch * config.context
-    plan = parameter_plan(flat_size(parameter_table(config)), training=training, dtype=dtype, storage=storage)
+    rows, table = micro_batch * config.context, parameter_table(config)
+    plan = parameter_plan(flat_size(table), training=training, dtype=dtype, storage=storage)
+    if training and numerics.precision == "fp8":
+        plan += fp8_plan(config, table, rows)
     plan += input_plan(config, rows, training=training, dtype=dtype)
     plan += activation_plan(config, numerics, rows, training=training, dtype=dtype, storage=storage)
     if training and optimizer == "muon":
@@ -239,59 +206,3 @@ def report(plan: list[Buffer]) -> str:
         kinds[buffer.kind] = kinds.get(buffer.kind, 0) + buffer.total_bytes
     kinds["total"] = sum(kinds.values())
     return "\n".join(f"  {kind:<22}{size / 2**20:>12,.1f} MiB" for kind, size in kinds.items())
-
-
-class Arena:
-    """One allocation that holds every buffer of a plan.
-
-    Args:
-        plan: the buffers; names are unique.
-        allocate: gives that many bytes as a zeroed uint8 array of the device.
-    """
-
-    def __init__(self, plan: list[Buffer], allocate: Callable[[int], Array]) -> None:
-        memory = allocate(sum(buffer.total_bytes for buffer in plan) + ALIGNMENT_BYTES)
-        self._flat: dict[tuple[str, int], Array] = {}
-        offset = 0
-        for buffer in plan:
-            assert (buffer.name, 0) not in self._flat
-            exact = math.prod(buffer.shape) * buffer.dtype.itemsize
-            for layer in range(buffer.layers):
-                self._flat[buffer.name, layer] = memory[offset : offset + exact].view(buffer.dtype)
-                offset += buffer.layer_bytes
-        self._layers = {buffer.name: buffer.layers for buffer in plan}
-        self._views: dict[tuple[str, tuple[int, ...], int], Array] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._layers
-
-    def view(self, name: str, shape: tuple[int, ...], layer: int = 0) -> Array:
-        """The first prod(shape) elements of a buffer, in that shape; layers that share one set all get the same."""
-        layer = layer if self._layers[name] > 1 else 0
-        found = self._views.get((name, shape, layer))
-        if found is None:
-            if len(self._views) > MOST_VIEWS:  # prompts have many lengths
-                self._views.clear()
-            found = self._flat[name, layer][: math.prod(shape)].reshape(shape)
-            self._views[name, shape, layer] = found
-        return found
-
-
-class Exchange:
-    """Buffers in memory that host and device both read and write, so that a token's few numbers take no copies of their own.
-
-    The host writes where nothing that is under way may read, and reads what operations wrote that were waited for.
-
-    Args:
-        plan: the buffers; names are unique.
-        allocate: gives that many zeroed bytes as the host sees them and as the device does.
-    """
-
-    def __init__(self, plan: list[Buffer], allocate: Callable[[int], tuple[Array, Array]]) -> None:
-        both = allocate(sum(buffer.total_bytes for buffer in plan) + ALIGNMENT_BYTES)
-        self.host, self.device = (Arena(plan, partial(_given, memory)) for memory in both)
-
-
-def _given(memory: Array, size: int) -> Array:
-    assert memory.size == size
-    return memory

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from kernels.arena import Arena, Exchange
 from kernels.config import ModelConfig, Numerics
-from kernels.memory import Arena, Exchange
 
 Array = np.ndarray[Any, Any]
 
@@ -46,6 +46,7 @@ class Transformer:
         config, numerics: what to compute.
         ops: the device's operations (kernels.cpu.CpuOps or kernels.cuda.CudaOps).
         weights: by parameter name, in the precision that products take.
+        narrow: weights of the blocks' products in another form, which a training pass takes in place of those; mostly none.
         parameters: the same as they are trained, for the embedding and the norms, which make the stream what it is: also the
             biases that norms add.
         grads: by name; empty where only forward passes are made.
@@ -58,23 +59,27 @@ class Transformer:
         numerics: Numerics,
         ops: Any,
         weights: Mapping[str, Array],
+        narrow: Mapping[str, Any],
         parameters: Mapping[str, Array],
         grads: Mapping[str, Array],
         arena: Arena,
     ) -> None:
         self.config, self.numerics, self.ops = config, numerics, ops
-        self.weights, self.parameters, self.grads, self.arena = weights, parameters, grads, arena
+        self.weights, self.narrow, self.parameters, self.grads, self.arena = weights, narrow, parameters, grads, arena
         self.fused_rows = ops.fused_rows(config)
         self.rope = ops.rope_table(config.context, config.head_dim, config.rope_base) if config.position == "rope" else None
 
-    def forward(self, tokens: Array, start: Array, cache: Cache | None = None, cached: Array | None = None) -> Array:
+    def forward(
+        self, tokens: Array, start: Array, cache: Cache | None = None, cached: Array | None = None, *, training: bool = False
+    ) -> Array:
         """The final normalised stream, (rows, C), of tokens (B, T).
 
         start (B, T) int32 is where each token's document begins in its row; a cache holds what came before the row instead, of
-        which cached () int32 says how many tokens.
+        which cached () int32 says how many tokens. training: whether backward follows.
         """
         c, ops, (batch, length) = self.config, self.ops, tokens.shape
         rows, heads = batch * length, c.heads + 2 * c.kv_heads
+        weights = {**self.weights, **self.narrow} if training else self.weights
         residual, branch = self._rows("residual1", rows, c.dim), self._rows("branch", rows, c.dim)
         linear = None  # which made the branch, and whose bias the next norm adds
         ops.embedding_forward(residual, tokens, start, self.parameters["tok.weight"], self.parameters.get("pos.weight"))
@@ -83,7 +88,7 @@ class Transformer:
             norm1 = self._norm_forward(f"{block}norm1", i, residual, branch, linear)
             residual = self._rows("residual1", rows, c.dim, i)
             qkv = self._rows("qkv", rows, heads * c.head_dim, i)
-            self._linear_forward(f"{block}qkv", qkv, norm1)
+            ops.matmul_forward(qkv, norm1, weights[f"{block}qkv.weight"], weights.get(f"{block}qkv.bias"))
             qkv = qkv.reshape(batch, length, heads, c.head_dim)
             if self.rope is not None:
                 ops.rope_forward(qkv, start, self.rope, rotated=c.heads + c.kv_heads)
@@ -93,17 +98,21 @@ class Transformer:
                 ops.attention_forward(out, self.arena.view("lse", (batch, c.heads, length), i), qkv, start)
             else:
                 ops.decode_attention_forward(out, qkv, cache.keys[i], cache.values[i], cached)
-            ops.matmul_forward(branch, attended, self.weights[f"{block}proj.weight"])
+            ops.matmul_forward(branch, attended, weights[f"{block}proj.weight"])
             norm2 = self._norm_forward(f"{block}norm2", i, residual, branch, f"{block}proj")
             residual = self._rows("residual2", rows, c.dim, i)
             up, act = self._up(rows, i), self._rows("act", rows, c.ffn, i)
+            linear, up_weight, up_bias = f"{block}down", weights[f"{block}up.weight"], weights.get(f"{block}up.bias")
+            down = weights[f"{linear}.weight"]
             if c.mlp == "swiglu":
-                self._linear_forward(f"{block}up", up, norm2)
+                ops.matmul_forward(up, norm2, up_weight, up_bias)
                 ops.swiglu_forward(act, up)
+                ops.matmul_forward(branch, act, down)
+            elif training and self.narrow:
+                ops.fp8_mlp_forward(branch, act, up, norm2, up_weight, up_bias, down)
             else:
-                ops.matmul_gelu_forward(act, up, norm2, *self._linear(f"{block}up"))
-            linear = f"{block}down"
-            ops.matmul_forward(branch, act, self.weights[f"{linear}.weight"])
+                ops.matmul_gelu_forward(act, up, norm2, up_weight, up_bias)
+                ops.matmul_forward(branch, act, down)
         return self._norm_forward("norm", 0, residual, branch, linear)
 
     def step(self, norm: Array, tokens: Array, start: Array, cache: Cache, cached: Array) -> Array:
@@ -186,11 +195,9 @@ class Transformer:
     def _logits(self, rows: int) -> Array:
         return self._rows("logits", rows, self.config.padded_vocab)
 
-    def _linear(self, name: str) -> tuple[Array, Array | None]:
-        return self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-
-    def _linear_forward(self, name: str, out: Array, inp: Array) -> None:
-        self.ops.matmul_forward(out, inp, *self._linear(name))
+    def _factor(self, weight: str) -> Any:
+        """What a training pass takes."""
+        return self.narrow.get(weight, self.weights[weight])
 
     def _linear_backward(self, name: str, dinp: Array, dout: Array, inp: Array, add: bool) -> None:
         self._product_backward(name, dinp, dout, inp, add)
@@ -200,12 +207,18 @@ class Transformer:
     def _product_backward(self, name: str, dinp: Array, dout: Array, inp: Array, add: bool) -> None:
         """_linear_backward where the next norm adds the bias, or attention has its gradient."""
         weight = f"{name}.weight"
-        self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, self.weights[weight], add_dweight=add)
+        self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, self._factor(weight), add_dweight=add)
 
     def _mlp_backward(self, block: str, dnorm: Array, dup: Array, dout: Array, layer: int, add: bool) -> None:
         """From dout (rows, C) to dnorm, by way of dup; with recompute act is made anew."""
-        c, ops, rows, down = self.config, self.ops, len(dout), f"{block}down"
+        c, ops, rows, down, grads = self.config, self.ops, len(dout), f"{block}down", self.grads
         up, act, norm = self._up(rows, layer), self._rows("act", rows, c.ffn, layer), self._rows("norm2", rows, c.dim, layer)
+        if self.narrow and c.mlp == "gelu":
+            weights, bias = (f"{block}up.weight", f"{down}.weight"), grads.get(f"{block}up.bias")
+            dweight, ddown = (grads[name] for name in weights)
+            factors = (self.narrow[name] for name in weights)
+            ops.fp8_mlp_backward(dnorm, dup, dweight, bias, ddown, dout, up, *factors, add_dweight=add)
+            return
         if self.numerics.recompute == "mlp":
             (ops.swiglu_forward if c.mlp == "swiglu" else ops.gelu_forward)(act, up)
         if c.mlp == "swiglu":
@@ -216,7 +229,7 @@ class Transformer:
             return
         weight = f"{down}.weight"
         ops.matmul_gelu_backward(
-            dup, self.grads[weight], dout, act, up, self.weights[weight], self.grads.get(f"{block}up.bias"), add_dweight=add
+            dup, grads[weight], dout, act, up, self.weights[weight], grads.get(f"{block}up.bias"), add_dweight=add
         )
         self._product_backward(f"{block}up", dnorm, dup, norm, add)
 

@@ -53,6 +53,15 @@ def single(arrays: Mapping[str, Array]) -> Arrays:
     return {name: a.astype(np.float32) if a.dtype == np.float64 else a.copy() for name, a in arrays.items()}
 
 
+def from_fp8(codes: Array) -> Array:
+    """The numbers in float64 that codes of e4m3 stand for."""
+    bits = codes.astype(np.int64)
+    exponent, fraction = bits >> 3 & 15, bits & 7
+    magnitude = np.ldexp(np.where(exponent > 0, 8.0, 0) + fraction, np.maximum(exponent, 1) - 10)
+    magnitude[bits & 0x7F == 0x7F] = np.nan
+    return np.where(bits >> 7 == 1, -magnitude, magnitude)
+
+
 def unwritten(like: Array, *shape: int) -> Array:
     """NaN in the precision of `like`, in its shape or another: an element that an operation forgets stays NaN."""
     return np.full(shape or like.shape, np.nan, like.dtype)

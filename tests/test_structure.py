@@ -44,7 +44,7 @@ MODULES = (
 
 # Files of kernels/cpu that are not an operation of their own, and operations without a backward pass.
 NOT_OPERATIONS = ("__init__", "exponential", "jit", "tile")
-ONE_FUNCTION = ("adamw", "grad_norm", "muon", "sampling")
+ONE_FUNCTION = ("adamw", "fp8", "grad_norm", "muon", "sampling")
 FORWARD_ONLY = ("decode_attention", "weighted_sum")
 
 # What dvc.yaml's deps leave out: it hands on nothing but the values that `params` tracks.

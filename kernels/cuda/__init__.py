@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels.config import ModelConfig, Numerics
 from kernels.cpu.rope import rope_table
-from kernels.cuda import cublaslt, embedding
+from kernels.cuda import cublaslt, embedding, matmul_fp8
 from kernels.cuda.adamw import adamw
 from kernels.cuda.attention import (
     LARGEST_HEAD_DIM,
@@ -24,6 +24,7 @@ from kernels.cuda.decode_attention import decode_attention_forward
 from kernels.cuda.decode_step import decode_step, fused_rows
 from kernels.cuda.device import Device
 from kernels.cuda.embedding import embedding_backward, embedding_forward
+from kernels.cuda.fp8 import MULTIPLE, fp8_rescale
 from kernels.cuda.gelu import gelu_backward, gelu_forward
 from kernels.cuda.grad_norm import grad_norm
 from kernels.cuda.launch import BF16, FLOAT, Array
@@ -34,6 +35,7 @@ from kernels.cuda.layernorm import (
     residual_layernorm_forward,
 )
 from kernels.cuda.matmul import matmul_backward, matmul_forward
+from kernels.cuda.matmul_fp8 import cast_weight, fp8_mlp_backward, fp8_mlp_forward, fp8_weight
 from kernels.cuda.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
 from kernels.cuda.muon import muon
 from kernels.cuda.rmsnorm import (
@@ -49,6 +51,8 @@ from kernels.cuda.sampling import ban, sampling
 from kernels.cuda.swiglu import swiglu_backward, swiglu_forward
 from kernels.cuda.weighted_sum import weighted_sum_forward
 
+FP8_ARCH = 89  # the oldest with FP8 products
+
 
 class CudaOps(Device):
     """Every operation of the model on one GPU.
@@ -57,7 +61,7 @@ class CudaOps(Device):
         numerics: precision, and which kernels make products and attention.
 
     Raises:
-        ValueError: see Device.
+        ValueError: see Device; or the GPU is too old for FP8.
     """
 
     name = "cuda"
@@ -83,12 +87,23 @@ class CudaOps(Device):
     adamw, muon = adamw, muon
     sampling, ban = sampling, ban
     rounding = rounding
+    fp8_weight, cast_weight, fp8_rescale = fp8_weight, cast_weight, fp8_rescale
+    fp8_mlp_forward, fp8_mlp_backward = fp8_mlp_forward, fp8_mlp_backward
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
-        self.precision, self.matmul, self.attention = numerics.precision, numerics.matmul, numerics.attention
-        self.deterministic = numerics.deterministic
-        self.storage = BF16 if numerics.precision == "bf16" else FLOAT
+        self.fp8 = numerics.precision == "fp8"  # products whose weight is an fp8_weight; all else is as with bf16
+        if self.fp8 and int(self.arch[3:]) < FP8_ARCH:
+            raise ValueError(
+                f"numerics.precision: fp8 needs a GPU of sm_{FP8_ARCH} or later, {self.model} is {self.arch}; set it to bf16"
+            )
+        self.precision = "bf16" if self.fp8 else numerics.precision
+        self.matmul, self.attention, self.deterministic = numerics.matmul, numerics.attention, numerics.deterministic
+        self.storage = BF16 if self.precision == "bf16" else FLOAT
+
+    def measure(self, measuring: bool) -> None:
+        """Whether casts to FP8 take the scales of now from here on, as those of an update before are not known."""
+        self.measuring = measuring
 
     def fused_rows(self, config: ModelConfig) -> int:
         """Rows up to which decode_step takes the place of a pass by the other operations."""
@@ -111,7 +126,15 @@ class CudaOps(Device):
                 f"{config.dim}; set it smaller, or runtime.device to cpu"
             )
         c, chunks = config, -(-rows // embedding.CHUNK)
-        widest = max(c.ffn * (2 if c.mlp == "swiglu" else 1), (c.heads + 2 * c.kv_heads) * c.head_dim)
+        hidden, qkv = c.ffn * (2 if c.mlp == "swiglu" else 1), (c.heads + 2 * c.kv_heads) * c.head_dim
+        widest = max(hidden, qkv)
+        linears = ((qkv, c.dim), (c.dim, c.dim), (hidden, c.dim), (c.dim, c.ffn)) if self.fp8 else ()
+        for width in {width for linear in linears for width in linear}:
+            if width % MULTIPLE:
+                raise ValueError(
+                    f"numerics.precision: fp8 takes linear layers whose widths {MULTIPLE} divides (model.dim, ffn, heads and "
+                    f"kv_heads make them), one is {width}; set it to bf16"
+                )
         needs = (
             cublaslt.WORKSPACE_BYTES,
             attention_workspace_bytes(self, self.storage, -(-rows // c.context), c.context, c.heads, c.kv_heads, c.head_dim),
@@ -119,6 +142,7 @@ class CudaOps(Device):
             3 * 4 * c.dim * 8 * self.processors,  # partial sums of a norm's two gradients and of a bias before it
             4 * (widest + 256) * 2 * self.processors,  # and of a bias's
             4 * c.ffn * 4 * -(-rows // 128),  # and of one's whose GELU a product takes along
+            *(matmul_fp8.workspace_bytes(rows, *linear) for linear in linears),
             4 * (chunks * c.padded_vocab + 3) + 16 * c.padded_vocab + 4 * rows,  # the embedding's lists of rows
             4 * (chunks * c.context + 3) + 16 * c.context + 4 * rows,
         )
@@ -135,4 +159,5 @@ class CudaOps(Device):
         """The device in words: its name, precision, the kernels that such a model gets, and versions."""
         kernels = f"matmul {self.matmul}, attention {attention_kernel(self, self.storage, config.head_dim)}"
         library = f", cuBLASLt {cublaslt.version()}" if self.matmul == "cublaslt" else ""
-        return f"{self.model}, {self.precision}, {kernels}, CuPy {cupy.__version__}{library}"
+        precision = "fp8" if self.fp8 else self.precision
+        return f"{self.model}, {precision}, {kernels}, CuPy {cupy.__version__}{library}"

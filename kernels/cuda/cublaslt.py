@@ -12,31 +12,31 @@ one adds them up in place.
 """
 
 import ctypes
-import json
-import os
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 from cuda.pathfinder import load_nvidia_dynamic_lib
-from filelock import FileLock
 
 from kernels.cache import user_cache
+from kernels.cuda import choices
 from kernels.cuda.device import Device
-from kernels.cuda.launch import BF16, FLOAT
+from kernels.cuda.launch import BF16, E4M3, FLOAT
 from kernels.cuda.timing import milliseconds
 
+Scales = tuple[Any, Any]
 CHOICES = "cublaslt.json"
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
 INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to own"
 
 # cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
-_TYPES, _NAMES = {FLOAT: 0, BF16: 14}, {FLOAT: "fp32", BF16: "bf16"}
-_COMPUTE = {"fp32": 68, "bf16": 68, "tf32": 77}
+_TYPES, _NAMES = {FLOAT: 0, BF16: 14, E4M3: 28}, {FLOAT: "fp32", BF16: "bf16", E4M3: "e4m3"}
+_COMPUTE = {"fp32": 68, "bf16": 68, "tf32": 77, "fp8": 68, "fp8 fast": 68}
 _BATCH_COUNT, _BATCH_OFFSET = 5, 6
 _TRANSPOSE_FIRST, _TRANSPOSE_SECOND, _EPILOGUE, _BIAS, _AUX, _AUX_ROW = 3, 4, 7, 8, 11, 12
+_SCALES, _FAST_SUMS = (18, 17), 25  # of our a, the second factor, and of b
 _EPILOGUES = {"": 1, "bias": 4, "gelu": 160, "bias gelu": 164, "gelu backward": 192}
 _MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _REDUCE_IN_COMPUTE_TYPE = 2
@@ -60,7 +60,7 @@ class Product(NamedTuple):
 
     Args:
         inputs, output: element types.
-        precision: what the factors are rounded to: "fp32", "tf32" or "bf16".
+        precision: what the factors are rounded to: "fp32", "tf32", "bf16", "fp8", or "fp8 fast", sums then in fewer bits as well.
         alignments: of the addresses of a, b and out, in bytes; of every matrix of a batch.
         epilogue: what is done to each sum before it is rounded, "" for nothing: "bias", a row (n,) is added; "gelu", it is kept
             in `aux` (m, n) and becomes its GELU; "bias gelu", both; "gelu backward", it is multiplied by GELU's derivative at
@@ -91,20 +91,23 @@ class Product(NamedTuple):
 
 def multiply(
     device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str,
-    epilogue: str = "", bias: Any = None, aux: Any = None,
+    epilogue: str = "", bias: Any = None, aux: Any = None, scales: Scales = (None, None),
 ) -> None:  # fmt: skip
     """out (+)= op(a) @ op(b) with Product's epilogue, out neither a nor b. The first call for a shape takes longer: it times.
+
+    scales: arrays () of fp32, at multiples of 16 bytes, what a and b are multiplied by. FP8 has to have them, b transposed, and n
+        and k that 16 divides.
 
     Raises:
         ValueError: the library is missing, or has no algorithm for the product.
     """
-    found = plan(device, out, a, b, transpose_a, transpose_b, accumulate, precision, epilogue, bias, aux)
-    found.run(device, out, a, b, bias=bias, aux=aux)
+    found = plan(device, out, a, b, transpose_a, transpose_b, accumulate, precision, epilogue, bias, aux, scales)
+    found.run(device, out, a, b, bias=bias, aux=aux, scales=scales)
 
 
 def plan(
     device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str,
-    epilogue: str = "", bias: Any = None, aux: Any = None,
+    epilogue: str = "", bias: Any = None, aux: Any = None, scales: Scales = (None, None),
 ) -> "Plan":  # fmt: skip
     """The plan of a product, made at the first call for its shape; afterwards `out` holds what it did, or the product."""
     *batch, m, n = out.shape
@@ -117,8 +120,8 @@ def plan(
         assert a.shape == (*batch, *((k, m) if transpose_a else (m, k))), product
         assert b.shape == (*batch, *((n, k) if transpose_b else (k, n))), product
         assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), product
-        found = Plan(product)
-        found.choose(device, out, a, b, bias, aux)
+        found = Plan(product, bias, scales)
+        found.choose(device, out, a, b, bias, aux, scales)
         _PLANS[product] = found
     return found
 
@@ -131,6 +134,7 @@ class Plan:
 
     Args:
         product: what to compute.
+        bias, scales: those of its first run: what the library offers for FP8 may depend on whether there are any.
 
     Attributes:
         candidates: the heuristic's, what it holds best first; chosen: the index of the one that `run` uses.
@@ -139,7 +143,7 @@ class Plan:
         ValueError: there is no candidate.
     """
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: Product, bias: Any, scales: Scales) -> None:
         self.product = product
         lib, p = _library(), product
         self._operation = c_void_p()
@@ -149,27 +153,32 @@ class Plan:
         self._set(_EPILOGUE, c_int32(_EPILOGUES[p.epilogue]))
         if "gelu" in p.epilogue:
             self._set(_AUX_ROW, c_int64(p.n))
+        self._set(_FAST_SUMS, c_int8("fast" in p.precision))
+        self._point(bias if "fp8" in p.precision else None, None, scales)
         self._first = _layout(p.inputs, *((p.k, p.n) if p.transpose_b else (p.n, p.k)), p.batch)
         self._second = _layout(p.inputs, *((p.m, p.k) if p.transpose_a else (p.k, p.m)), p.batch)
         self._out = _layout(p.output, p.n, p.m, p.batch)
         self._one, self._beta = c_float(1), c_float(int(p.accumulate))
         self.candidates = self._offered()
         if not self.candidates:
-            raise ValueError(f"cuBLASLt has no algorithm for {product}; set numerics.matmul to own")
+            raise ValueError(f"cuBLASLt has no algorithm for {p}; set numerics.matmul to own, or numerics.precision to bf16")
         self.chosen = 0
 
     def _set(self, attribute: int, value: Any) -> None:
         status = _library().cublasLtMatmulDescSetAttribute(self._operation, attribute, byref(value), sizeof(value))
         _check(status, "MatmulDescSetAttribute")
 
-    def run(
-        self, device: Device, out: Any, a: Any, b: Any, candidate: int | None = None, addend: Any = None, bias: Any = None,
-        aux: Any = None,
-    ) -> None:  # fmt: skip
-        """Start the product. `addend` is added in place of what out holds, where the product accumulates."""
-        for attribute, array in ((_BIAS, bias), (_AUX, aux)):
+    def _point(self, bias: Any, aux: Any, scales: Scales) -> None:
+        for attribute, array in zip((_BIAS, _AUX, *_SCALES), (bias, aux, *scales), strict=True):
             if array is not None:
                 self._set(attribute, c_void_p(array.data.ptr))
+
+    def run(
+        self, device: Device, out: Any, a: Any, b: Any, candidate: int | None = None, addend: Any = None, bias: Any = None,
+        aux: Any = None, scales: Scales = (None, None),
+    ) -> None:  # fmt: skip
+        """Start the product. `addend` is added in place of what out holds, where the product accumulates."""
+        self._point(bias, aux, scales)
         algorithm = self.candidates[self.chosen if candidate is None else candidate].algorithm
         workspace: Any = device.workspace(((WORKSPACE_BYTES,), np.uint8))[0]
         status = _library().cublasLtMatmul(
@@ -179,24 +188,24 @@ class Plan:
         )  # fmt: skip
         _check(status, f"Matmul ({self.product})")
 
-    def choose(self, device: Device, out: Any, a: Any, b: Any, bias: Any, aux: Any) -> None:
+    def choose(self, device: Device, out: Any, a: Any, b: Any, bias: Any, aux: Any, scales: Scales) -> None:
         """Take the recorded choice, or time the candidates and record the fastest.
 
         A product that overwrites is timed on `out` itself, which then holds the product. One that accumulates must not add twice:
         it reads `out` and writes to memory allocated for the while; where there is none, the first candidate is taken untimed.
         """
-        key = f"{device.model}; cuBLASLt {version()}; {self.product}"
-        recorded = _recorded().get(key)
+        path, key = user_cache() / "cuda" / CHOICES, f"{device.model}; cuBLASLt {version()}; {self.product}"
+        recorded = choices.recorded(path).get(key)
         if recorded is not None and recorded["candidate"] < len(self.candidates):
             self.chosen = recorded["candidate"]
             return
         times: list[float] = []
         target = _scratch(out) if self.product.accumulate else out
         if target is not None and len(self.candidates) > 1:
-            works = [partial(self.run, device, target, a, b, i, out, bias, aux) for i in range(len(self.candidates))]
+            works = [partial(self.run, device, target, a, b, i, out, bias, aux, scales) for i in range(len(self.candidates))]
             times = milliseconds(device, works)
             self.chosen = next(i for i, ms in enumerate(times) if ms <= _MARGIN * min(times))
-        _record(key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None})
+        choices.record(path, key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None})
 
     def _offered(self) -> list[_Candidate]:
         lib, preference, count = _library(), c_void_p(), c_int()
@@ -277,24 +286,3 @@ def _handle() -> c_void_p:
 def _check(status: int, call: str) -> None:
     if status:
         raise ValueError(f"CUDA: cublasLt{call} failed with cuBLAS status {status}")
-
-
-def _recorded() -> dict[str, dict[str, Any]]:
-    """The choices made so far, by GPU, library version and product."""
-    path = user_cache() / "cuda" / CHOICES
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path}: not the JSON that this program wrote ({error}); delete it") from None
-
-
-def _record(key: str, choice: dict[str, Any]) -> None:
-    """Add a choice; another process's are kept."""
-    path = user_cache() / "cuda" / CHOICES
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps({**_recorded(), key: choice}, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)

@@ -31,6 +31,7 @@ class Device:
     matmul: str
     attention: str
     deterministic: bool
+    measuring = False  # whether casts to FP8 take the scales of now
 
     asynchronous = True  # whether an operation goes on after the call that starts it
 

@@ -20,13 +20,14 @@ Template = tuple[np.dtype[Any] | int | bool, ...]
 # CuPy has no bf16 of its own: an array of bf16 is one of uint16 that holds its bits.
 BF16 = np.dtype(np.uint16)
 FLOAT = np.dtype(np.float32)
+E4M3 = np.dtype(np.uint8)  # likewise
 # A struct that kernels take by value: hopper.cuh's TensorMap, one element of an array of it.
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 
-_CUDA_TYPES = {FLOAT: "float", BF16: "bf16"}
+_CUDA_TYPES = {FLOAT: "float", BF16: "bf16", E4M3: "e4m3"}
 _POINTERS = {  # Word: of handover.cuh
     "float": np.float32, "bf16": np.uint16, "int": np.int32, "long long": np.int64, "double": np.float64,
-    "bool": np.bool_, "unsigned": np.uint32, "unsigned char": np.uint8, "Word": np.uint64,
+    "bool": np.bool_, "unsigned": np.uint32, "unsigned char": np.uint8, "Word": np.uint64, "e4m3": np.uint8,
 }  # fmt: skip
 _SCALARS: dict[str, Any] = {
     "int": np.int32, "long long": np.int64, "unsigned": np.uint32, "float": np.float32, "double": np.float64, "bool": np.bool_,

@@ -3,7 +3,7 @@
     own       bf16 by matmul_mma.cu, on tensor cores; fp32 by matmul_tiled.cu. With tf32 it too multiplies fp32 as it is.
     cublaslt  see cublaslt.py. With fp32 it multiplies fp32 as it is, with tf32 the factors rounded to 10 bits.
 
-Both sum in fp32 and round once to the type of the result.
+Both sum in fp32 and round once to the type of the result. Of a weight that FP8 products take, see matmul_fp8.py.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ from kernels.cuda import cublaslt, linear_rows
 from kernels.cuda.bias import bias_forward
 from kernels.cuda.device import Device
 from kernels.cuda.launch import BF16, FLOAT, Kernel
+from kernels.cuda.matmul_fp8 import Fp8Weight, fp8_backward, fp8_forward
 from kernels.cuda.vectors import vector_size
 
 # (type of the result; whether the sum runs along the rows of a, of b; whether 16 bytes are copied at once): the three products,
@@ -31,7 +32,9 @@ def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = 
 
     With our own matrix kernel, and where rows are no multiple of 16 bytes, there is a second rounding before the bias.
     """
-    if len(inp) <= linear_rows.MOST_ROWS:  # whatever the backend
+    if isinstance(weight, Fp8Weight):
+        fp8_forward(device, out, inp, weight, bias)
+    elif len(inp) <= linear_rows.MOST_ROWS:  # whatever the backend
         linear_rows.linear_rows(device, out, inp, weight, bias)
     elif device.matmul == "cublaslt" and (bias is None or vector_size(out.shape[1], out, bias) > 1):
         epilogue = "" if bias is None else "bias"
@@ -46,6 +49,10 @@ def matmul_backward(
     device: Device, dinp: Any, dweight: Any, dout: Any, inp: Any, weight: Any, *, add_dinp: bool = False, add_dweight: bool = True
 ) -> None:
     """See kernels.cpu.matmul.matmul_backward. dweight is fp32, all else T; dinp is rounded once, also where it accumulates."""
+    if isinstance(weight, Fp8Weight):
+        assert not add_dinp
+        fp8_backward(device, dinp, dweight, dout, weight, add_dweight)
+        return
     weight_gradient(device, dweight, dout, inp, add_dweight)
     input_gradient(device, dinp, dout, weight, add_dinp)
 

@@ -71,7 +71,8 @@ def test_frozen() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"precision": "fp16"}, r"^numerics\.precision: expected one of fp32, tf32, bf16, got 'fp16'$"),
+        ({"precision": "fp16"}, r"^numerics\.precision: expected one of fp32, tf32, bf16, fp8, got 'fp16'$"),
+        ({"precision": "fp8", "matmul": "own"}, r"^numerics\.matmul: fp8 has .* alone, got own; set it to cublaslt$"),
         ({"recompute": "all"}, r"^numerics\.recompute: expected one of none, mlp, got 'all'$"),
     ],
 )

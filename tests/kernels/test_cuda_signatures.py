@@ -18,7 +18,7 @@ pytest.importorskip("cupy")
 from kernels.config import ModelConfig
 from kernels.cpu import CpuOps
 from kernels.cuda.compile import FOLDER
-from kernels.cuda.launch import BF16, FLOAT, TENSOR_MAP, Kernel, Template, arguments
+from kernels.cuda.launch import BF16, E4M3, FLOAT, TENSOR_MAP, Kernel, Template, arguments
 from kernels.parameters import CLEARED, DECAYS, MUON, flat_size, named, parameter_table
 
 ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
@@ -227,6 +227,13 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
     yield from muon_calls(m, 2, s.head_dim)
     for count in (rows * s.dim, 7):
         yield "rounding", (array((count,), BF16), f(count)), {}
+    inp, scale, transposed = array((rows, 48), BF16), f(), array((48, -(-rows // 16) * 16), E4M3)
+    yield "fp8", (array(inp.shape, E4M3), None, scale, None, inp), {"measure": True}
+    yield "fp8", (None, transposed, scale, array((), np.int32), inp), {"measure": False}
+    given = array(inp.shape, E4M3), transposed, scale, array((), np.int32)
+    yield "fp8_gelu_forward", (*given, inp), {}
+    yield "fp8_gelu_backward", (*given, f(1, -(-rows // 128), 48), inp, inp), {}
+    yield "fp8_rescale", (f(4, 3, 4), array((4, 2), np.int32)), {}
     yield "ban", (logits, targets), {}
     for temperature in (0.0, 1.0):
         settings = {**vocab, "temperature": temperature, "top_k": 5, "top_p": 0.9}
@@ -252,6 +259,7 @@ def calls(storage: np.dtype[Any], sizes: Sizes) -> Calls:
 def module_of(name: str) -> Any:
     """The launchers' module of an operation's function."""
     operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
+    operation = "fp8" if operation.startswith("fp8") else operation
     return import_module(f"kernels.cuda.{'sampling' if name == 'ban' else operation}")
 
 
@@ -316,7 +324,8 @@ def test_only_tensor_maps_pass_as_such() -> None:
 def test_every_operation_is_called() -> None:
     operations = {name for name, value in vars(CpuOps).items() if isinstance(value, staticmethod)}
     called = {name for name, _, _ in calls(BF16, SIZES[1])}
-    assert called == operations | {"decode_step", "rounding"}  # which the GPU alone has
+    of_gpu = {"decode_step", "rounding", "fp8", "fp8_rescale", "fp8_gelu_forward", "fp8_gelu_backward"}
+    assert called == operations | of_gpu
 
 
 # An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.
@@ -344,6 +353,13 @@ def test_launchers_repeat_the_kernels_constants() -> None:
 
     for name in ("WARP", "WARPS", "TILE", "STEP", "SHARES"):
         assert constant(name) == str(getattr(decode_step, f"_{name}")), name
+    fp8, text8 = import_module("kernels.cuda.fp8"), (FOLDER / "fp8.cu").read_text(encoding="utf-8")
+    block, columns = (int(re.search(rf"\b{name} = (\d+)", text8)[1]) for name in ("CAST_BLOCK", "COLUMNS"))  # type: ignore[index]
+    for name in ("SIZE", "SCALE_BLOCK", "CAST_BLOCK", "UNDER_WAY", "COLUMNS"):
+        assert re.search(rf"\b{name} = {getattr(fp8, f'_{name}')}[,;]", text8), name
+    assert "GROUP = 4;" in text8
+    assert "ROWS = CAST_BLOCK / (COLUMNS / SIZE) * GROUP," in text8
+    assert block // (columns // fp8._SIZE) * 4 == fp8.ROWS
     assert decode_step._THREADS == decode_step._WARPS * decode_step._WARP
     adamw = (FOLDER / "adamw.cu").read_text(encoding="utf-8")
     assert f"constexpr unsigned DECAYS = {DECAYS}, CLEARED = {CLEARED}, MUON = {MUON};" in adamw

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kernels import memory
+from kernels.arena import ALIGNMENT_BYTES
 from kernels.batch import Batch, document_start, head_targets, head_weight_sums
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import AdamW, Engine
-from kernels.memory import ALIGNMENT_BYTES
 from kernels.parameters import INIT_DIM, INIT_STD
 from tests.compare import Array, Arrays, assert_calibrated, assert_same_bits, assert_within
 from tests.gradient_check import MODELS, MTP_WEIGHTS

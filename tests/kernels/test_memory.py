@@ -2,22 +2,16 @@
 
 import dataclasses
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from kernels.arena import ALIGNMENT_BYTES, Arena, Buffer, Exchange
 from kernels.config import ModelConfig, Numerics
-from kernels.memory import (
-    ALIGNMENT_BYTES,
-    Arena,
-    Buffer,
-    Exchange,
-    activation_plan,
-    check_fits,
-    memory_plan,
-    parameter_plan,
-    report,
-)
+from kernels.fp8 import block_products
+from kernels.memory import activation_plan, check_fits, memory_plan, parameter_plan, report
+from kernels.parameters import RUN, parameter_table
 from tests.gradient_check import MODELS
 
 FLOAT32 = np.dtype(np.float32)
@@ -133,3 +127,28 @@ def test_exchange_is_one_memory() -> None:
     exchange.host.view("b", (2,))[...] = 2
     np.testing.assert_array_equal(exchange.device.view("a", (3,)), np.ones(3))
     np.testing.assert_array_equal(exchange.device.view("b", (1,)), [2])
+
+
+# Casts that overlap or are not counted; a layer's inputs that the next one's overwrite, or that are kept twice.
+@pytest.mark.parametrize("name", MODELS)
+def test_fp8_is_counted(name: str) -> None:
+    config = dataclasses.replace(MODELS[name], context=50)
+    products, layers = block_products(parameter_table(config)), config.layers
+    assert len(products) == 4 * layers
+    for before, after in pairwise(products):
+        assert before.offset % RUN == 0
+        assert before.offset + before.size <= after.offset
+
+    def planned(numerics: Numerics, training: bool = True) -> dict[str, Buffer]:
+        return {b.name: b for b in memory_plan(config, numerics, 3, training=training, storage=np.dtype(np.uint16))}
+
+    plain, plan = planned(Numerics(precision="bf16")), planned(Numerics(precision="fp8"))
+    assert planned(Numerics(precision="bf16"), training=False) == planned(Numerics(precision="fp8"), training=False)
+    assert {buffer.name for buffer in plan.values() if plain.get(buffer.name) != buffer} == {
+        "norm1", "norm2", "act", "fp8", "fp8_transposed", "fp8_scales", "fp8_most", "fp8_qkv", "fp8_proj", "fp8_up", "fp8_down"
+    }  # fmt: skip
+    assert plan["fp8"].total_bytes >= sum(p.size for p in products)
+    assert (plan["norm1"].layers, plan["norm2"].layers, plan["act"].layers) == (1, 1, 1)
+    for linear, width in (("qkv", config.dim), ("proj", config.dim), ("up", config.dim), ("down", config.ffn)):
+        assert (plan[f"fp8_{linear}"].shape, plan[f"fp8_{linear}"].layers) == ((160 * width,), layers)
+    assert (plan["fp8_scales"].shape, plan["fp8_most"].shape) == ((4 * layers, 3, 4), (4 * layers, 2))

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels.arena import Arena, Exchange
 from kernels.config import ModelConfig, Numerics
 from kernels.cpu import CpuOps
-from kernels.memory import Arena, Exchange, activation_plan
+from kernels.memory import activation_plan
 from kernels.model import Cache, Transformer
 from kernels.parameters import (
     CLEARED,
@@ -137,7 +138,7 @@ def test_table_is_in_the_order_of_backward(name: str) -> None:
     weights = {key: value.astype(np.float32) for key, value in initial_weights(config, 0).items()}
     grads = Recorder(named(np.zeros(flat_size(table), np.float32), table))
     plan = activation_plan(config, Numerics(), 10, training=True, dtype=ops.dtype)
-    model = Transformer(config, Numerics(), ops, weights, weights, grads, Arena(plan, ops.allocate))
+    model = Transformer(config, Numerics(), ops, weights, {}, weights, grads, Arena(plan, ops.allocate))
     tokens, start = np.arange(10, dtype=np.int32).reshape(2, 5), np.zeros((2, 5), np.int32)
     norm = model.forward(tokens, start)
     dnorm = np.empty_like(norm)

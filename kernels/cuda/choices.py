@@ -1,0 +1,27 @@
+"""A file of choices that were made once, by key, so that a later process makes the same."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+
+def recorded(path: Path) -> dict[str, dict[str, Any]]:
+    """The choices made so far."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: not the JSON that this program wrote ({error}); delete it") from None
+
+
+def record(path: Path, key: str, choice: dict[str, Any]) -> None:
+    """Add a choice; another process's are kept."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps({**recorded(path), key: choice}, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)

@@ -1,0 +1,51 @@
+"""What an engine holds for numerics.precision fp8 beside what bf16 has: its buffers, and the weights over them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kernels.arena import Arena, Buffer
+from kernels.config import ModelConfig
+from kernels.parameters import RUN, Parameter, flat_size, named
+
+Array = np.ndarray[Any, Any]
+
+
+def block_products(table: list[Parameter]) -> list[Parameter]:
+    """The weights of the blocks' products, at their places in flat arrays of their own."""
+    found: list[Parameter] = []
+    for p in table:
+        if p.hidden:
+            found.append(replace(p, offset=found[-1].offset + found[-1].runs * RUN if found else 0))
+    return found
+
+
+def fp8_plan(config: ModelConfig, table: list[Parameter], rows: int) -> list[Buffer]:
+    """What products in FP8 hold: weights' casts; scales and magnitudes; inputs' transposed casts, kept for the way back."""
+    products, pitch = block_products(table), -(-rows // 16) * 16  # the products ask for multiples of 16
+    widths, byte = {p.name.split(".")[2]: p.shape[1] for p in products}, np.dtype(np.uint8)
+    return [
+        *(Buffer(name, "parameters", (flat_size(products),), byte) for name in ("fp8", "fp8_transposed")),
+        Buffer("fp8_scales", "parameters", (len(products), 3, 4), np.dtype(np.float32)),  # each at a multiple of 16 bytes
+        Buffer("fp8_most", "parameters", (len(products), 2), np.dtype(np.int32)),
+        *(Buffer(f"fp8_{name}", "activations", (width * pitch,), byte, config.layers) for name, width in widths.items()),
+    ]
+
+
+def fp8_weights(
+    ops: Any, plan: list[Buffer], arena: Arena, table: list[Parameter], read: Mapping[str, Array]
+) -> dict[str, Any]:
+    """The weights of the blocks' products as those of FP8 take them, by name; none where the plan has no casts."""
+    if "fp8" not in arena:
+        return {}
+    shapes, products, found = {buffer.name: buffer.shape for buffer in plan}, block_products(table), {}
+    casts, turned = (named(arena.view(name, shapes[name]), products) for name in ("fp8", "fp8_transposed"))
+    numbers = (arena.view(name, shapes[name]) for name in ("fp8_scales", "fp8_most"))
+    for p, scales, most in zip(products, *numbers, strict=True):
+        _, layer, linear, _ = p.name.split(".")
+        saved = arena.view(f"fp8_{linear}", shapes[f"fp8_{linear}"], int(layer))
+        arrays = read[p.name], casts[p.name], turned[p.name].reshape(p.shape[::-1]), saved
+        found[p.name] = ops.fp8_weight(*arrays, scales=scales, most=most)
+    return found
