@@ -12,17 +12,18 @@ Times are medians over --steps timed steps after --warmup; tokens are random, dr
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from kernels.batch import Batch, head_weight_sums, prepare
-from kernels.config import ModelConfig, Numerics
+from kernels.config import Attention, Matmul, ModelConfig, Numerics, Optimizer, Precision
 from kernels.devices import DEVICES
 from kernels.engine import AdamW, Engine
 from kernels.parameters import parameter_table
@@ -55,9 +56,8 @@ def random_batch(rng: np.random.Generator, config: ModelConfig, rows: int, lengt
 def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
     """The engine that the command line asks for."""
     chosen = {name: getattr(args, name) for name in ("precision", "matmul", "attention", "deterministic")}
-    rows = args.batch if training else 1
-    given: dict[str, Any] = {"micro_batch": rows, "device": args.device, "threads": args.threads, "training": training}
-    return Engine(MODELS[args.model], Numerics(**chosen), **given)
+    given = {name: getattr(args, name) for name in ("device", "threads", "optimizer")}
+    return Engine(MODELS[args.model], Numerics(**chosen), micro_batch=args.batch if training else 1, training=training, **given)
 
 
 def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> float:
@@ -80,8 +80,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         times.append(train_step(engine, batch, partial(prepare, following, config.mtp_heads)))
         batch = following
     seconds = statistics.median(times[args.warmup :])
-    tokens_per_s = args.batch * args.seq / seconds
-    flops = matmul_flops_per_token(config, args.seq)
+    tokens_per_s, flops = args.batch * args.seq / seconds, matmul_flops_per_token(config, args.seq)
     figures = {"ms_per_step": seconds * 1e3, "tokens_per_s": tokens_per_s, "tflops": tokens_per_s * flops / 1e12}
     return {"engine": engine.describe(), **figures, "peak_gb": engine.ops.used_bytes() / 1e9}
 
@@ -121,8 +120,7 @@ class TimedOps:
             op(*args, **constants)
             self.ops.synchronize()
             seconds = time.perf_counter() - begin
-            size = sum(getattr(a, "nbytes", 0) for a in args)
-            flops = 0
+            size, flops = sum(getattr(a, "nbytes", 0) for a in args), 0
             if name.startswith("matmul"):
                 weight, rows = args[_WEIGHT_OF[name]], args[0].shape[0]
                 flops = 2 * rows * weight.size * (1 if name.endswith("_forward") else 2)
@@ -265,9 +263,8 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of the weights of a block's products, and of a prediction head's."""
-    names = ("qkv", "proj", "up", "down")
     weights = {p.name: p.shape for p in parameter_table(config)}
-    found = {name: weights[f"blocks.0.{name}.weight"] for name in names}
+    found = {name: weights[f"blocks.0.{name}.weight"] for name in ("qkv", "proj", "up", "down")}
     return {name: (shape[0], shape[1]) for name, shape in found.items()} | {"head": (config.padded_vocab, config.dim)}
 
 
@@ -282,16 +279,20 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16", "fp8"), default="fp32")
-    parser.add_argument("--matmul", choices=("cublaslt", "own"), default="cublaslt")
-    parser.add_argument("--attention", choices=("hopper", "mma", "scalar"), default="hopper")
+    parser.add_argument("--precision", choices=get_args(Precision), default="fp32")
+    parser.add_argument("--matmul", choices=get_args(Matmul), default="cublaslt")
+    parser.add_argument("--attention", choices=get_args(Attention), default="hopper")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     args = parser.parse_args()
     args.model = args.model or ("gpt2_124m" if args.mode == "matmul" else "euler_1m")
-    row = {**vars(args), **MODES[args.mode](args)}
+    try:
+        row = {**vars(args), **MODES[args.mode](args)}
+    except ValueError as error:
+        sys.exit(f"{parser.prog}: {error}")
     print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 

@@ -27,8 +27,8 @@
 //     down        act                          stream                  3
 //
 // Latency: a phase's few bytes take less time than the way to memory. So the weights of the products to come are on their way
-//       whatever the phase; what else it needs of memory is asked for before the block waits for the others. What is left is
-//       the instructions of a phase, one after the other: the model's sizes are constants, so that there are few.
+//       whatever the phase; what else it needs of memory is asked for before the block waits for the others; and the model's
+//       sizes are constants, so that a phase has few instructions. What is left is mostly the way of words between blocks.
 // Precision: products of bf16, summed in fp32; norms, attended rows, qkv, act and the results are rounded to bf16, the stream is not.
 // Determinism: every sum has a fixed order, which depends on the model, the GPU and the row's position, but not on ROWS; multiply-adds
 //              are written out, since the compiler would choose others for other ROWS.

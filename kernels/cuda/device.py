@@ -40,7 +40,7 @@ class Device:
         try:
             count = runtime.getDeviceCount()
         except runtime.CUDARuntimeError as error:
-            raise ValueError(f"runtime.device: no CUDA GPU can be used ({error}); set it to cpu") from None
+            raise ValueError(f"runtime.device: there is no CUDA GPU with a driver for CUDA 13 ({error}); set it to cpu") from None
         if not count:
             raise ValueError("runtime.device: no CUDA GPU is visible; set it to cpu")
         self._device = cupy.cuda.Device()
