@@ -67,7 +67,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Progress:
-    """One moment of a run; losses in nats, `left_s` an estimate in seconds, `val_bpb` None before the first validation."""
+    """One moment of a run; losses in nats, `left_s` an estimate in seconds, which a sitting's first step does not have,
+    `val_bpb` None before the first validation."""
 
     step: int
     steps: int
@@ -76,12 +77,13 @@ class Progress:
     lr: float
     grad_norm: float
     tokens_per_s: float
-    left_s: float
+    left_s: float | None
     val_bpb: float | None
 
     def cells(self) -> list[tuple[str, str]]:
         """(label, value) of each figure, in the order in which they are shown."""
         bpb = [] if self.val_bpb is None else [("val bits/byte", f"{self.val_bpb:.4f}")]
+        left = [] if self.left_s is None else [("left", duration(self.left_s))]
         return [
             ("step", f"{self.step:,}/{self.steps:,}"),
             ("loss", f"{self.loss:.4f}"),
@@ -89,7 +91,7 @@ class Progress:
             ("grad norm", f"{self.grad_norm:.3f}"),
             *bpb,
             ("tokens/s", f"{self.tokens_per_s:,.0f}"),
-            ("left", duration(self.left_s)),
+            *left,
         ]
 
 
@@ -183,9 +185,12 @@ class Speed:
         self._steps, self._step_s = self._steps + 1, self._step_s + step_s
         return statistics.median(self._last)
 
-    def left_s(self, steps: int, here_s: float) -> float:
-        """Seconds that `steps` more steps will take, if what is between the steps of these here_s seconds goes on as well."""
-        return steps * (statistics.median(self._last) + (here_s - self._step_s) / self._steps)
+    def left_s(self, steps: int, here_s: float) -> float | None:
+        """Seconds that `steps` more steps will take, if what is between the steps of these here_s seconds goes on as well.
+
+        None of a first step alone, which compiles.
+        """
+        return None if self._steps == 1 else steps * (statistics.median(self._last) + (here_s - self._step_s) / self._steps)
 
 
 def duration(seconds: float) -> str:

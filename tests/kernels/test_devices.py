@@ -88,7 +88,7 @@ def failing(*_: Any) -> None:
 # A traceback where a line would do: no driver or one too old, no GPU, one too old, memory that is gone, a kernel that failed.
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     device = cupy_with(monkeypatch, getDeviceCount=failing)
-    with pytest.raises(ValueError, match=r"^runtime\.device: there is no CUDA GPU with a driver for CUDA 13 \(CUDA driver version.*set it to cpu$"):
+    with pytest.raises(ValueError, match=r"^runtime\.device: .* driver for CUDA 13 \(CUDA driver version.*set it to cpu$"):
         device.Device()
     cupy_with(monkeypatch, getDeviceCount=lambda: 0)
     with pytest.raises(ValueError, match=r"^runtime\.device: no CUDA GPU is visible; set it to cpu$"):

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def test_speed_is_that_of_an_undisturbed_step() -> None:
     """Would catch a figure that one slow step pulls down, and a time left that forgets validation or trusts the first step."""
     speed = Speed()
     assert speed.add(60.0) == 60.0
+    assert speed.left_s(steps=100, here_s=60.0) is None
     for _ in range(3):
         speed.add(0.5)
     assert speed.add(0.5) == 0.5
@@ -37,6 +39,7 @@ def test_plain_lines_are_few_and_hold_every_figure(capsys: pytest.CaptureFixture
     assert lines[0].startswith("step 1/1,000") and lines[-1].startswith("step 1,000/1,000")
     for figure in ("loss 3.2500", "lr 1.50e-03", "grad norm 0.750", "tokens/s 21,034", "left 2m 05s", "val bits/byte 2.5"):
         assert figure in lines[-1]
+    assert all(label != "left" for label, _ in replace(progress(1), left_s=None).cells())
 
 
 def test_live_display_draws_every_figure_and_keeps_lines() -> None:
