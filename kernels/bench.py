@@ -99,8 +99,11 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
     return {"engine": engine.describe(), "ms_per_token": seconds * 1e3}
 
 
-# Which argument of a product is its weight.
-_WEIGHT_OF = {"matmul_forward": 2, "matmul_backward": 4, "matmul_gelu_forward": 3, "matmul_gelu_backward": 5}
+# Which arguments of a product are its weights.
+_WEIGHTS_OF = {
+    "matmul_forward": (2,), "matmul_backward": (4,), "matmul_gelu_forward": (3,), "matmul_gelu_backward": (5,),
+    "fp8_mlp_forward": (4, 6), "fp8_mlp_backward": (7, 8),
+}  # fmt: skip
 
 
 class TimedOps:
@@ -112,7 +115,7 @@ class TimedOps:
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self.ops, name)
-        if not name.endswith(("_forward", "_backward")) and name not in ("grad_norm", "adamw", "muon"):
+        if not name.endswith(("_forward", "_backward")) and name not in ("grad_norm", "adamw", "muon", "cast_weight"):
             return op
 
         def timed(*args: Any, **constants: Any) -> None:
@@ -120,10 +123,8 @@ class TimedOps:
             op(*args, **constants)
             self.ops.synchronize()
             seconds = time.perf_counter() - begin
-            size, flops = sum(getattr(a, "nbytes", 0) for a in args), 0
-            if name.startswith("matmul"):
-                weight, rows = args[_WEIGHT_OF[name]], args[0].shape[0]
-                flops = 2 * rows * weight.size * (1 if name.endswith("_forward") else 2)
+            size, weights = sum(getattr(a, "nbytes", 0) for a in args), sum(args[i].size for i in _WEIGHTS_OF.get(name, ()))
+            flops = 2 * len(args[0]) * weights * (1 if name.endswith("_forward") else 2) if weights else 0
             self.calls[name].append((seconds, size, flops))
 
         return timed
@@ -251,11 +252,9 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     out, dout = (array(args.batch, args.seq, c.heads, c.head_dim) for _ in range(2))
     lse, start = array(args.batch, c.heads, args.seq, dtype=ops.dtype), array(args.batch, args.seq, dtype=np.dtype(np.int32))
     ops.fill_zero(start)
-    works = [
-        lambda: ops.attention_forward(out, lse, qkv, start),
-        lambda: ops.attention_backward(dqkv, dout, out, lse, qkv, start),
-    ]
-    forward_ms, backward_ms = milliseconds(ops, works)
+    forward = partial(ops.attention_forward, out, lse, qkv, start)
+    backward = partial(ops.attention_backward, dqkv, dout, out, lse, qkv, start)
+    forward_ms, backward_ms = milliseconds(ops, [forward, backward])
     flops = 2 * args.batch * c.heads * args.seq**2 * c.head_dim  # of two products, half of each
     rates = {"fwd_tflops": flops / forward_ms / 1e9, "bwd_tflops": 2.5 * flops / backward_ms / 1e9}
     return {"fwd_ms": forward_ms, "bwd_ms": backward_ms, **rates}

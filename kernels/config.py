@@ -114,7 +114,7 @@ class Numerics:
             the order in which its blocks come.
 
     Raises:
-        ValueError: a value is unknown, or precision and matmul do not go together.
+        ValueError: a value is unknown, or does not go with the precision.
     """
 
     precision: Precision = "fp32"
@@ -130,3 +130,5 @@ class Numerics:
                 raise ValueError(f"numerics.{name}: expected one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         if self.precision == "fp8" and self.matmul != "cublaslt":
             raise ValueError(f"numerics.matmul: fp8 has the library's products alone, got {self.matmul}; set it to cublaslt")
+        if self.precision == "fp8" and self.recompute != "none":
+            raise ValueError("numerics.recompute: fp8 keeps hidden activations in 8 bits and makes none again; set it to none")

@@ -219,7 +219,7 @@ class Engine(Decoding):
         for matrices in self._hidden:
             self.ops.muon(*self._muon_arrays(matrices), norm, lr, weight_decay=o.weight_decay, grad_clip=o.grad_clip)
         if self._narrow:
-            self.ops.fp8_rescale(flat["fp8_scales"], flat["fp8_most"])
+            self.ops.fp8_rescale(flat["fp8_scales"], flat["fp8_most"], norm)
         self._cast_weights()
 
     def _muon_arrays(self, matrices: Matrices) -> list[Array | None]:

@@ -195,10 +195,6 @@ class Transformer:
     def _logits(self, rows: int) -> Array:
         return self._rows("logits", rows, self.config.padded_vocab)
 
-    def _factor(self, weight: str) -> Any:
-        """What a training pass takes."""
-        return self.narrow.get(weight, self.weights[weight])
-
     def _linear_backward(self, name: str, dinp: Array, dout: Array, inp: Array, add: bool) -> None:
         self._product_backward(name, dinp, dout, inp, add)
         if self.config.bias:
@@ -207,7 +203,8 @@ class Transformer:
     def _product_backward(self, name: str, dinp: Array, dout: Array, inp: Array, add: bool) -> None:
         """_linear_backward where the next norm adds the bias, or attention has its gradient."""
         weight = f"{name}.weight"
-        self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, self._factor(weight), add_dweight=add)
+        factor = self.narrow.get(weight, self.weights[weight])
+        self.ops.matmul_backward(dinp, self.grads[weight], dout, inp, factor, add_dweight=add)
 
     def _mlp_backward(self, block: str, dnorm: Array, dup: Array, dout: Array, layer: int, add: bool) -> None:
         """From dout (rows, C) to dnorm, by way of dup; with recompute act is made anew."""

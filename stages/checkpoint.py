@@ -117,7 +117,7 @@ class State:
 
     Args:
         step: finished updates.
-        arrays: Engine.state(): parameters, moments, step count.
+        arrays: Engine.state(): parameters, moments, with fp8 scales, and the step count.
         record: what metrics.Record.to_dict() gives: the curves so far.
     """
 

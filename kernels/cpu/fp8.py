@@ -19,13 +19,13 @@ SMALLEST = np.float32(2.0**-100)
 
 
 def fp8(
-    out: Array | None, transposed: Array | None, scale: Array, most: Array | None, inp: Array, *, measure: bool
+    out: Array, transposed: Array, scale: Array, most: Array | None, inp: Array, *, measure: bool
 ) -> None:
     """out = inp / scale, to nearest, ties to even; beyond the largest number that. What is not finite becomes NaN.
 
     Args:
-        out:        (rows, columns) uint8, overwritten; or None.
-        transposed: (columns, at least rows) uint8, overwritten, zeros beyond the rows; or None.
+        out:        (rows, columns) uint8, overwritten.
+        transposed: (columns, at least rows) uint8, overwritten, zeros beyond the rows.
         scale:      () fp32.
         most:       () int32, the bits of an fp32 number: becomes the largest magnitude of inp where that is larger; or None.
         inp:        (rows, columns), what bf16 holds.
@@ -39,21 +39,24 @@ def fp8(
     if most is not None:
         most[...] = max(most, largest.view(np.int32))  # in the order of the numbers, NaN above all
     code = _encoded(single * (np.float32(1) / np.float32(scale)) + (single - single))
-    if out is not None:
-        out[...] = code
-    if transposed is not None:
-        transposed[...] = 0
-        transposed[:, : len(inp)] = code.T
+    out[...] = code
+    transposed[...] = 0
+    transposed[:, : len(inp)] = code.T
 
 
-def fp8_rescale(scales: Array, most: Array) -> None:
+def fp8_rescale(scales: Array, most: Array, norm: Array) -> None:
     """The scales of the next update's casts, from the largest magnitudes of this one's, which are forgotten.
+
+    A gradient whose norm is not finite is not applied: then both stay.
 
     Args:
         scales: (products, 3, 4) fp32, of weight, input and gradient, each the first of four, as cuBLASLt takes a scale
             only at a multiple of 16 bytes: the last two overwritten where the magnitude is not 0.
         most:   (products, 2) int32, of input and gradient, as fp8 leaves them; zero afterwards.
+        norm:   () fp64, the gradient's.
     """
+    if not np.isfinite(norm):
+        return
     known = most > 0
     scales[:, 1:, 0][known] = _scale(most.view(np.float32)[known])
     most[...] = 0

@@ -24,7 +24,7 @@ from kernels.cuda.decode_attention import decode_attention_forward
 from kernels.cuda.decode_step import decode_step, fused_rows
 from kernels.cuda.device import Device
 from kernels.cuda.embedding import embedding_backward, embedding_forward
-from kernels.cuda.fp8 import MULTIPLE, fp8_rescale
+from kernels.cuda.fp8 import fp8_rescale
 from kernels.cuda.gelu import gelu_backward, gelu_forward
 from kernels.cuda.grad_norm import grad_norm
 from kernels.cuda.launch import BF16, FLOAT, Array
@@ -50,6 +50,7 @@ from kernels.cuda.rows import LONGEST_ROW
 from kernels.cuda.sampling import ban, sampling
 from kernels.cuda.swiglu import swiglu_backward, swiglu_forward
 from kernels.cuda.weighted_sum import weighted_sum_forward
+from kernels.fp8 import MULTIPLE
 
 FP8_ARCH = 89  # the oldest with FP8 products
 

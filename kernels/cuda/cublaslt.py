@@ -29,7 +29,7 @@ from kernels.cuda.timing import milliseconds
 Scales = tuple[Any, Any]
 CHOICES = "cublaslt.json"
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
-INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to own"
+INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to own, with fp8 numerics.precision to bf16"
 
 # cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
 _TYPES, _NAMES = {FLOAT: 0, BF16: 14, E4M3: 28}, {FLOAT: "fp32", BF16: "bf16", E4M3: "e4m3"}
@@ -161,7 +161,8 @@ class Plan:
         self._one, self._beta = c_float(1), c_float(int(p.accumulate))
         self.candidates = self._offered()
         if not self.candidates:
-            raise ValueError(f"cuBLASLt has no algorithm for {p}; set numerics.matmul to own, or numerics.precision to bf16")
+            instead = "numerics.precision to bf16" if "fp8" in p.precision else "numerics.matmul to own"
+            raise ValueError(f"cuBLASLt has no algorithm for {p}; set {instead}")
         self.chosen = 0
 
     def _set(self, attribute: int, value: Any) -> None:

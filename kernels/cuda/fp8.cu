@@ -65,10 +65,11 @@ __global__ void __launch_bounds__(SCALE_BLOCK) fp8_scale(float* scale, const bf1
     finished[0] = 0;
 }
 
-// A product's scales are those of its weight, its input and its gradient, each the first of four numbers; most of the last two.
-__global__ void fp8_rescale(float* scales, int* most, int count) {
+// A product's scales are those of its weight, its input and its gradient, each the first of four numbers; most of the last two. A
+// gradient whose norm is not finite is not applied.
+__global__ void fp8_rescale(float* scales, int* most, const double* norm, int count) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;  // of most
-    if (i >= count) return;
+    if (i >= count || !isfinite(*norm)) return;
     // Zeros, as of an update none of whose tokens counts, say nothing of the next one.
     if (most[i] > 0) scales[12 * (i / 2) + 4 * (1 + i % 2)] = scale_of(most[i]);
     most[i] = 0;
@@ -105,7 +106,7 @@ void sum_rows(float* to, const Packed<bf16, SIZE> (&x)[GROUP], int columns_left)
     to[threadIdx.x] = total;
 }
 
-// grid: (tiles of columns, of rows). out, transposed, most and partial may each be null. OF: what is cast, NUMBERS, those of inp;
+// grid: (tiles of columns, of rows). most and partial may each be null. OF: what is cast, NUMBERS, those of inp;
 // their GELU; or inp times GELU's derivative at up.
 template <int OF>
 __global__ void __launch_bounds__(CAST_BLOCK)
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(CAST_BLOCK)
                 const float value = x[i](4 * half + j);
                 return fmaf(value, inverse, value - value);  // the difference is 0, or NaN: infinity is not to become a number
             });
-        if (out != nullptr && i < inside)
+        if (i < inside)
             *reinterpret_cast<uint2*>(out + place + (long long)i * columns) = make_uint2(word[i][0], word[i][1]);
     }
     if (most != nullptr) {
@@ -160,7 +161,6 @@ __global__ void __launch_bounds__(CAST_BLOCK)
         // Most warps find what is there as large: read in the second-level cache, older than it is at worst.
         if (threadIdx.x % WARP == 0 && (int)bits > __ldcg(most)) atomicMax(most, (int)bits);
     }
-    if (transposed == nullptr) return;
     // Chunks are exchanged by their columns' vector: the words that a warp writes at once then lie in 32 banks.
     auto* const to = reinterpret_cast<unsigned*>(&tile[vector * SIZE][(group / WORDS) ^ vector]) + group % WORDS;
 #pragma unroll

@@ -2,8 +2,8 @@
 
 from kernels.cuda.device import Device
 from kernels.cuda.launch import Array, Kernel
+from kernels.fp8 import MULTIPLE
 
-MULTIPLE = 16  # of columns, and of a transposed row: what the kernels load and store at once, and products of FP8 need
 _SCALE = Kernel("fp8.cu", "fp8_scale", ((),))
 _RESCALE = Kernel("fp8.cu", "fp8_rescale", ((),))
 _NUMBERS, _GELU, _GELU_BACKWARD = range(3)
@@ -12,15 +12,15 @@ _CAST = Kernel("fp8.cu", "fp8_cast", ((_NUMBERS,), (_GELU,), (_GELU_BACKWARD,)))
 _SCALE_BLOCK, _SIZE, _UNDER_WAY = 512, 8, 4
 _CAST_BLOCK, ROWS, _COLUMNS = 256, 128, 64
 _RESCALE_BLOCK = 128
-_BLOCKS_A_PROCESSOR = 4  # of _SCALE: as many threads as it holds
+_BLOCKS_A_PROCESSOR = 4  # of _SCALE: as many threads as a Hopper GPU's holds
 
 
 def fp8(
-    device: Device, out: Array | None, transposed: Array | None, scale: Array, most: Array | None, inp: Array, *, measure: bool
+    device: Device, out: Array, transposed: Array, scale: Array, most: Array | None, inp: Array, *, measure: bool
 ) -> None:
     """See kernels.cpu.fp8.fp8; inp is bf16, and its columns and transposed's are multiples of 16.
 
-    Cost: reads inp once, twice where it measures; writes one byte an element and result.
+    Cost: reads inp once, twice where it measures; writes two bytes an element.
     """
     if measure:
         vectors = inp.size // _SIZE
@@ -42,10 +42,10 @@ def fp8_gelu_backward(
 
 
 def _cast(
-    device: Device, of: int, out: Array | None, transposed: Array | None, scale: Array, most: Array | None, inp: Array,
+    device: Device, of: int, out: Array, transposed: Array, scale: Array, most: Array | None, inp: Array,
     partial: Array | None = None, up: Array | None = None,
 ) -> None:  # fmt: skip
-    (rows, columns), pitch = inp.shape, 0 if transposed is None else transposed.shape[1]
+    (rows, columns), pitch = inp.shape, transposed.shape[1]
     assert columns % MULTIPLE == pitch % MULTIPLE == 0, f"fp8: {columns} columns, {pitch} transposed"
     grid = -(-columns // _COLUMNS), -(-max(rows, pitch) // ROWS)
     device.launch(
@@ -55,6 +55,7 @@ def _cast(
     )  # fmt: skip
 
 
-def fp8_rescale(device: Device, scales: Array, most: Array) -> None:
+def fp8_rescale(device: Device, scales: Array, most: Array, norm: Array) -> None:
     """See kernels.cpu.fp8.fp8_rescale."""
-    device.launch(_RESCALE, (), -(-most.size // _RESCALE_BLOCK), _RESCALE_BLOCK, scales=scales, most=most, count=most.size)
+    blocks = -(-most.size // _RESCALE_BLOCK)
+    device.launch(_RESCALE, (), blocks, _RESCALE_BLOCK, scales=scales, most=most, norm=norm, count=most.size)

@@ -24,7 +24,7 @@ E4M3 = np.dtype(np.uint8)  # likewise
 # A struct that kernels take by value: hopper.cuh's TensorMap, one element of an array of it.
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 
-_CUDA_TYPES = {FLOAT: "float", BF16: "bf16", E4M3: "e4m3"}
+_CUDA_TYPES = {FLOAT: "float", BF16: "bf16"}
 _POINTERS = {  # Word: of handover.cuh
     "float": np.float32, "bf16": np.uint16, "int": np.int32, "long long": np.int64, "double": np.float64,
     "bool": np.bool_, "unsigned": np.uint32, "unsigned char": np.uint8, "Word": np.uint64, "e4m3": np.uint8,

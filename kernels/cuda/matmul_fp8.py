@@ -6,6 +6,7 @@ engine's first update, `device.measuring`. cuBLASLt has FP8 products only where 
 transposed copies.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ from kernels.cuda import cublaslt
 from kernels.cuda.bias import bias_backward
 from kernels.cuda.columns import add_rows
 from kernels.cuda.device import Device
-from kernels.cuda.fp8 import MULTIPLE, ROWS, fp8, fp8_gelu_backward, fp8_gelu_forward
+from kernels.cuda.fp8 import ROWS, fp8, fp8_gelu_backward, fp8_gelu_forward
 from kernels.cuda.gelu import gelu_backward, gelu_forward
 from kernels.cuda.launch import E4M3, FLOAT, Array
+from kernels.fp8 import MULTIPLE, pitch
 
 _RESERVED = (cublaslt.WORKSPACE_BYTES,), np.uint8  # the library's part of the workspace, which comes first
 
@@ -47,6 +49,11 @@ class Fp8Weight(NamedTuple):
         """Elements of the weight."""
         return int(self.inp.size)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight and its casts."""
+        return int(self.inp.nbytes + self.out.nbytes + self.transposed.nbytes)
+
 
 def fp8_weight(device: Device, *arrays: Array, scales: Array, most: Array) -> Fp8Weight:
     """The handle of a weight over its first four arrays, three scales, (3, 4), and two magnitudes; cast_weight fills it."""
@@ -68,7 +75,7 @@ def fp8_forward(device: Device, out: Any, inp: Any, weight: Fp8Weight, bias: Any
 
 def fp8_backward(device: Device, dinp: Any, dweight: Any, dout: Any, weight: Fp8Weight, add_dweight: bool) -> None:
     """matmul_backward of the factors' casts; the input is that of the last fp8_forward with this weight."""
-    cast, turned, _ = _of_gradient(device, dout, weight)
+    cast, turned, _ = _of_gradient(device, dout)
     fp8(device, cast, turned, weight.dout_scale, weight.dout_most, dout, measure=device.measuring)
     _backward(device, dinp, dweight, cast, turned, weight, add_dweight)
 
@@ -78,7 +85,7 @@ def fp8_mlp_forward(
 ) -> None:
     """kernels.cpu.matmul_gelu.matmul_gelu_forward and the product behind it, out = act @ down^T, in which GELU is cast at once.
 
-    act is left unwritten, or not.
+    act is written only while scales are measured.
     """
     fp8_forward(device, up, inp, weight, bias)
     _, cast = device.workspace(_RESERVED, (up.shape, E4M3))
@@ -103,7 +110,7 @@ def fp8_mlp_backward(
             bias_backward(device, dbias, dup)
         fp8_backward(device, dinp, dweight, dup, weight, add_dweight)
         return
-    cast, turned, partial = _of_gradient(device, dup, weight)
+    cast, turned, partial = _of_gradient(device, dup)
     fp8_gelu_backward(device, cast, turned, weight.dout_scale, weight.dout_most, partial, dup, up)
     if dbias is not None:
         add_rows(device, partial, dbias)
@@ -117,14 +124,14 @@ def workspace_bytes(rows: int, outputs: int, inputs: int) -> int:
 
 def _saved(weight: Fp8Weight, rows: int) -> Any:
     """The transposed cast of so many rows of input, in rows that are multiples of 16."""
-    inputs, pitch = weight.inp.shape[1], -(-rows // MULTIPLE) * MULTIPLE
-    return weight.saved[: inputs * pitch].view(E4M3).reshape(inputs, pitch)
+    shape = weight.inp.shape[1], pitch(rows)
+    return weight.saved[: math.prod(shape)].view(E4M3).reshape(shape)
 
 
-def _of_gradient(device: Device, dout: Any, weight: Fp8Weight) -> tuple[Any, Any, Any]:
+def _of_gradient(device: Device, dout: Any) -> tuple[Any, Any, Any]:
     """Workspace for a gradient's cast, that transposed, and sums over its tiles' rows."""
-    outputs, pitch = dout.shape[1], _saved(weight, len(dout)).shape[1]
-    parts = (dout.shape, E4M3), ((outputs, pitch), E4M3), ((1, -(-pitch // ROWS), outputs), FLOAT)
+    (rows, outputs), length = dout.shape, pitch(len(dout))
+    parts = (dout.shape, E4M3), ((outputs, length), E4M3), ((1, -(-rows // ROWS), outputs), FLOAT)
     _, cast, turned, partial = device.workspace(_RESERVED, *parts)
     return cast, turned, partial
 

@@ -11,8 +11,8 @@ ONE = np.ones((), np.float32)
 
 def codes(values: Array) -> Array:
     """Of fp32 numbers, with a scale of 1."""
-    out = np.empty((1, values.size), np.uint8)
-    fp8(out, None, ONE.copy(), None, values.reshape(1, -1), measure=False)
+    out, transposed = np.empty((1, values.size), np.uint8), np.empty((values.size, 1), np.uint8)
+    fp8(out, transposed, ONE.copy(), None, values.reshape(1, -1), measure=False)
     return out.reshape(values.shape)
 
 
@@ -53,33 +53,35 @@ def test_scale_and_transposed() -> None:
     assert not transposed[:, 5:].any()
     assert from_fp8(out)[2, 3] == -TOP
     assert np.abs(from_fp8(out) * scale - inp).max() <= 7 * 2.0 ** -(MANTISSA + 1)
-    again = np.empty(inp.shape, np.uint8)
-    fp8(again, None, scale, None, inp / 2, measure=False)
-    assert np.abs(from_fp8(again)).max() == TOP / 2
+    fp8(out, transposed, scale, None, inp / 2, measure=False)
+    assert np.abs(from_fp8(out)).max() == TOP / 2
 
 
-# A magnitude that a smaller one takes the place of, that outlives its update or makes another factor's scale; zeros' scale.
+# A magnitude that a smaller one takes the place of, that outlives its update or makes another factor's scale; zeros' scale; an
+# update that is not applied and leaves scales behind.
 def test_scales_of_the_next_update() -> None:
     scales, most, out = np.full((2, 3, 4), 5, np.float32), np.zeros((2, 2), np.int32), np.empty((1, 16), np.uint8)
     for largest in (3.0, 6.0, 2.0):
-        fp8(out, None, ONE.copy(), most[0, 0:1].reshape(()), np.array([[-largest, 1.0] * 8]), measure=False)
-    most[1] = np.array([0, np.nan], np.float32).view(np.int32)
-    fp8_rescale(scales, most)
-    assert scales[0, :, 0].tolist() == [5, np.float32(6) / TOP, 5]
-    assert scales[1, :2, 0].tolist() == [5, 5]
-    assert np.isnan(scales[1, 2, 0])
+        fp8(out, out.T.copy(), ONE.copy(), most[0, 0:1].reshape(()), np.array([[-largest, 1.0] * 8]), measure=False)
+    most[1, 1] = np.float32(112).view(np.int32)
+    before = most.copy()
+    fp8_rescale(scales, most, np.array(np.inf))
+    assert (scales == 5).all()
+    assert np.array_equal(most, before)
+    fp8_rescale(scales, most, np.array(1.0))
+    assert scales[:, :, 0].tolist() == [[5, np.float32(6) / TOP, 5], [5, 5, np.float32(112) / TOP]]
     assert not most.any()
 
 
 # Zeros that divide by zero; a number that is not finite and does not show in the product.
 @pytest.mark.parametrize("measure", [True, False])
 def test_zeros_and_what_is_not_finite(measure: bool) -> None:
-    out, scale = np.empty((2, 16), np.uint8), np.zeros((), np.float32)
-    fp8(out, None, scale, None, np.zeros((2, 16), np.float32), measure=True)
+    out, transposed, scale = np.empty((2, 16), np.uint8), np.empty((16, 2), np.uint8), np.zeros((), np.float32)
+    fp8(out, transposed, scale, None, np.zeros((2, 16), np.float32), measure=True)
     assert 0 < scale < 1e-30
     assert not out.any()
     scale[...] = 1
     for wrong in (np.inf, -np.inf, np.nan):
         with np.errstate(invalid="ignore"):
-            fp8(out, None, scale, None, np.array([[1.0, wrong] * 8] * 2, np.float32), measure=measure)
+            fp8(out, transposed, scale, None, np.array([[1.0, wrong] * 8] * 2, np.float32), measure=measure)
             assert np.isnan(from_fp8(out) * scale)[:, slice(None) if measure else slice(1, None, 2)].all()

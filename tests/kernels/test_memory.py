@@ -145,10 +145,11 @@ def test_fp8_is_counted(name: str) -> None:
     plain, plan = planned(Numerics(precision="bf16")), planned(Numerics(precision="fp8"))
     assert planned(Numerics(precision="bf16"), training=False) == planned(Numerics(precision="fp8"), training=False)
     assert {buffer.name for buffer in plan.values() if plain.get(buffer.name) != buffer} == {
-        "norm1", "norm2", "act", "fp8", "fp8_transposed", "fp8_scales", "fp8_most", "fp8_qkv", "fp8_proj", "fp8_up", "fp8_down"
+        "norm1", "norm2", "act", "fp8_weights", "fp8_transposed", "fp8_scales", "fp8_most",
+        *(f"fp8_inp_{linear}" for linear in ("qkv", "proj", "up", "down")),
     }  # fmt: skip
-    assert plan["fp8"].total_bytes >= sum(p.size for p in products)
+    assert plan["fp8_weights"].total_bytes >= sum(p.size for p in products)
     assert (plan["norm1"].layers, plan["norm2"].layers, plan["act"].layers) == (1, 1, 1)
     for linear, width in (("qkv", config.dim), ("proj", config.dim), ("up", config.dim), ("down", config.ffn)):
-        assert (plan[f"fp8_{linear}"].shape, plan[f"fp8_{linear}"].layers) == ((160 * width,), layers)
+        assert (plan[f"fp8_inp_{linear}"].shape, plan[f"fp8_inp_{linear}"].layers) == ((160 * width,), layers)
     assert (plan["fp8_scales"].shape, plan["fp8_most"].shape) == ((4 * layers, 3, 4), (4 * layers, 2))
