@@ -10,7 +10,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# Every buffer starts at a multiple of this, for vector loads.
+# Every buffer starts so many bytes apart or a multiple of them, for vector loads.
 ALIGNMENT_BYTES = 256
 # Views that an arena keeps, since making one takes a device's library some microseconds, which a decoded token waits for.
 MOST_VIEWS = 4096

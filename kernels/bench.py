@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +25,7 @@ import numpy as np
 
 from kernels.batch import Batch, head_weight_sums, prepare
 from kernels.config import Attention, Matmul, ModelConfig, Numerics, Optimizer, Precision
-from kernels.devices import DEVICES
+from kernels.devices import DEVICES, gpu_visible
 from kernels.engine import AdamW, Engine
 from kernels.parameters import parameter_table
 
@@ -148,14 +149,8 @@ def ceilings(ops: Any) -> tuple[float, float]:
             filled += count
         return memory
 
-    def fastest(action: Callable[[], None]) -> float:
-        times = []
-        for _ in range(7):
-            begin = time.perf_counter()
-            action()
-            ops.synchronize()
-            times.append(time.perf_counter() - begin)
-        return min(times)
+    def fastest(action: Callable[[], object]) -> float:
+        return min(timeit.repeat(lambda: (action(), ops.synchronize()), number=1, repeat=7))
 
     target, source = array(rows, 1024), array(rows, 1024)
     copy_s = fastest(lambda: ops.copy_rows(target, source, 0, 1))
@@ -288,7 +283,13 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     args = parser.parse_args()
     args.model = args.model or ("gpt2_124m" if args.mode == "matmul" else "euler_1m")
+    if min(args.batch, args.seq, args.steps) < 1 or args.warmup < 0:
+        parser.error("--batch, --seq and --steps begin at 1, --warmup at 0")
+    if args.mode in ("train", "ops") and not (c := MODELS[args.model]).mtp_heads <= args.seq <= c.context:
+        parser.error(f"--seq: {args.model} takes {c.mtp_heads} to {c.context}, got {args.seq}")
     try:
+        if args.mode in ("attention", "matmul") and (args.device == "cpu" or not gpu_visible()):
+            raise ValueError(f"{args.mode} is measured on a GPU only")
         row = {**vars(args), **MODES[args.mode](args)}
     except ValueError as error:
         sys.exit(f"{parser.prog}: {error}")

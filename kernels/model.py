@@ -46,7 +46,7 @@ class Transformer:
         config, numerics: what to compute.
         ops: the device's operations (kernels.cpu.CpuOps or kernels.cuda.CudaOps).
         weights: by parameter name, in the precision that products take.
-        narrow: weights of the blocks' products in another form, which a training pass takes in place of those; mostly none.
+        narrow: of numerics.precision fp8 the blocks' weights as casts, which a training pass takes in place of those; else none.
         parameters: the same as they are trained, for the embedding and the norms, which make the stream what it is: also the
             biases that norms add.
         grads: by name; empty where only forward passes are made.

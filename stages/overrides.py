@@ -42,8 +42,9 @@ def compose(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: an override is ill-formed or names no file or key, or a file of conf/ is broken.
     """
-    for override in _parse(overrides):
-        _chooses_group(root, override)
+    parsed = _parse(overrides)
+    choices = [override for override in parsed if _chooses_group(root, override)]
+    _check_known(parsed, choices, _hydra(root / "conf", "config", [str(one.input_line) for one in choices]))
     return _hydra(root / "conf", "config", overrides)
 
 
@@ -56,10 +57,9 @@ def apply_overrides(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
         ValueError: as read_params and compose.
     """
     committed = read_params(root / "params.yaml")
-    choices = [override for override in _parse(overrides) if _chooses_group(root, override)]
-    for override in _parse(overrides):
-        if override not in choices and not override.is_add() and not _has(committed, override.key_or_group):
-            raise ValueError(f"unknown key {override.key_or_group}{nearest(override.key_or_group, flat(committed))}")
+    parsed = _parse(overrides)
+    choices = [override for override in parsed if _chooses_group(root, override)]
+    _check_known(parsed, choices, committed)
     if choices:
         values = _hydra(root / "conf", "config", overrides)
         differences = _differences(committed, values) or "nothing"
@@ -104,6 +104,13 @@ def _chooses_group(root: Path, override: Override) -> bool:
     if not override.is_delete() and value not in files:
         raise ValueError(f"{group}: no file conf/{group}/{value}.yaml{nearest(str(value), files)}")
     return True
+
+
+def _check_known(overrides: Sequence[Override], choices: Sequence[Override], values: Mapping[str, Any]) -> None:
+    """Raises ValueError where an override that chooses no file and adds nothing names no key of `values`."""
+    for override in overrides:
+        if override not in choices and not override.is_add() and not _has(values, override.key_or_group):
+            raise ValueError(f"unknown key {override.key_or_group}{nearest(override.key_or_group, flat(values))}")
 
 
 def _has(values: Mapping[str, Any], key: str) -> bool:

@@ -120,6 +120,11 @@ def true_and_shuffled(
     unbounded = 1 << 62
     lengths = [render_all(each, tokenizer, context=unbounded, too_long="drop").lengths for each in (own, others)]
     fits = np.maximum(*lengths) <= context
+    if not fits.any():
+        raise ValueError(
+            f"conversations.validation: none of {len(own)} conversations fits model.context = {context} both with its own "
+            "question and with another's; give shorter ones, or set model.context higher"
+        )
     chosen = [[one for one, ok in zip(each, fits, strict=True) if ok] for each in (own, others)]
     true, shuffled = (render_all(each, tokenizer, context=context, too_long="drop") for each in chosen)
     return true, shuffled

@@ -2,7 +2,7 @@
 
     python -m tests.gradient_check [--seeds 3] [--elements 64]
 
-prints, for three architectures, the largest relative error of each tensor over
+prints, for four architectures, the largest relative error of each tensor over
 max(|analytic|, |numeric|, 1e-4 of the tensor's largest gradient), and fails where one exceeds 1e-6.
 """
 

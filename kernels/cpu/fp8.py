@@ -30,7 +30,7 @@ def fp8(
         most:       () int32, the bits of an fp32 number: becomes the largest magnitude of inp where that is larger; or None.
         inp:        (rows, columns), what bf16 holds.
         measure:    whether scale is overwritten with what inp's own largest magnitude asks for, or used as it is. It is not
-            finite where an element is not, and then all is NaN.
+            finite where an element is not, and then every code times it is NaN.
     """
     single = inp.astype(np.float32)
     largest = np.abs(single).max()

@@ -1,8 +1,10 @@
 // A matrix in 8-bit floating point, with one factor for all of it, and its transpose: what the products of FP8 read.
 //
-//     scale = max |inp| / TOP                           out = inp / scale, transposed = out^T
-//     or of gelu(up) or dout * gelu'(up) in place of inp, rounded to bf16 first, as if gelu.cu had written it; then dbias is its sum
-//     over rows, in the second case.
+//     scale = max |x| / TOP                             out = x / scale, transposed = out^T
+//
+//     NUMBERS        x = inp
+//     GELU           x = gelu(inp), rounded to bf16 as if gelu.cu had written it
+//     GELU_BACKWARD  x = inp * gelu'(up), likewise; partial = its sums over the rows of a tile, those of the bias's gradient
 //
 // Layout: inp bf16 (rows, columns), 16 dividing columns; out likewise; transposed (columns, pitch), 16 dividing
 //         pitch, zeros beyond the rows; all begin at multiples of 16 bytes. scale fp32 () and most int32 (), the bits of a magnitude.
@@ -106,8 +108,7 @@ void sum_rows(float* to, const Packed<bf16, SIZE> (&x)[GROUP], int columns_left)
     to[threadIdx.x] = total;
 }
 
-// grid: (tiles of columns, of rows). most and partial may each be null. OF: what is cast, NUMBERS, those of inp;
-// their GELU; or inp times GELU's derivative at up.
+// grid: (tiles of columns, of rows). most and partial may each be null. OF: what is cast.
 template <int OF>
 __global__ void __launch_bounds__(CAST_BLOCK)
     fp8_cast(e4m3* out, e4m3* transposed, const float* scale, int* most, float* partial, const bf16* inp, const bf16* up, int rows, int columns,

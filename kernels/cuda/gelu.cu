@@ -5,7 +5,7 @@
 //     dinp = dout * (s + x * s * (1 - s) * z')          z' = 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
 //
 // Layout: any number of elements of T, in order. Work: a thread owns VECTORS vectors of SIZE elements, a block's width apart.
-// Precision: fp32 arithmetic, the exponential and the quotient to a few units of fp32, one rounding to T at the store.
+// Precision: fp32 arithmetic, the exponential (reduce.cuh) and the quotient to a few units of fp32, one rounding to T at the store.
 // Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
 
 #include "activation.cuh"

@@ -27,14 +27,14 @@ class Fp8Weight(NamedTuple):
     """A weight (outputs, inputs) as these products take it, and what goes with it.
 
     Args:
-        inp: the weight itself, bf16.
+        wide: the weight itself, bf16.
         out, transposed: its cast and that transposed.
         saved: bytes for the transposed cast of an input, which forward leaves to backward.
         scale, inp_scale, dout_scale: () of the casts of weight, input and gradient.
         inp_most, dout_most: () the largest magnitudes of an update's inputs and gradients so far.
     """
 
-    inp: Array
+    wide: Array
     out: Array
     transposed: Array
     saved: Array
@@ -47,12 +47,12 @@ class Fp8Weight(NamedTuple):
     @property
     def size(self) -> int:
         """Elements of the weight."""
-        return int(self.inp.size)
+        return int(self.wide.size)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weight and its casts."""
-        return int(self.inp.nbytes + self.out.nbytes + self.transposed.nbytes)
+        return int(self.wide.nbytes + self.out.nbytes + self.transposed.nbytes)
 
 
 def fp8_weight(device: Device, *arrays: Array, scales: Array, most: Array) -> Fp8Weight:
@@ -62,7 +62,7 @@ def fp8_weight(device: Device, *arrays: Array, scales: Array, most: Array) -> Fp
 
 def cast_weight(device: Device, weight: Fp8Weight) -> None:
     """Bring the casts up to the weight."""
-    fp8(device, weight.out, weight.transposed, weight.scale, None, weight.inp, measure=True)
+    fp8(device, weight.out, weight.transposed, weight.scale, None, weight.wide, measure=True)
 
 
 def fp8_forward(device: Device, out: Any, inp: Any, weight: Fp8Weight, bias: Any) -> None:
@@ -102,7 +102,10 @@ def fp8_mlp_backward(
     device: Device, dinp: Any, dup: Any, dweight: Any, dbias: Any, ddown: Any, dout: Any, up: Any, weight: Fp8Weight,
     down: Fp8Weight, *, add_dweight: bool,
 ) -> None:  # fmt: skip
-    """Back through fp8_mlp_forward. dbias or None is accumulated, dweight and ddown as matmul_backward's; dup is overwritten."""
+    """Back through fp8_mlp_forward. dbias or None is accumulated, dweight and ddown as matmul_backward's.
+
+    dup is overwritten, with act's gradient: its own is there only while scales are measured, else as a cast alone.
+    """
     fp8_backward(device, dup, ddown, dout, down, add_dweight)  # what is in dup now is act's gradient
     if device.measuring:
         gelu_backward(device, dup, dup, up)
@@ -124,7 +127,7 @@ def workspace_bytes(rows: int, outputs: int, inputs: int) -> int:
 
 def _saved(weight: Fp8Weight, rows: int) -> Any:
     """The transposed cast of so many rows of input, in rows that are multiples of 16."""
-    shape = weight.inp.shape[1], pitch(rows)
+    shape = weight.wide.shape[1], pitch(rows)
     return weight.saved[: math.prod(shape)].view(E4M3).reshape(shape)
 
 
@@ -139,7 +142,7 @@ def _of_gradient(device: Device, dout: Any) -> tuple[Any, Any, Any]:
 def _backward(device: Device, dinp: Any, dweight: Any, cast: Any, turned: Any, weight: Fp8Weight, add_dweight: bool) -> None:
     """Both products of a gradient that is cast."""
     saved, scales = _saved(weight, len(cast)), (weight.dout_scale, weight.inp_scale)
-    cublaslt.multiply(device, dweight, turned, saved, False, True, add_dweight, "fp8", scales=scales)  # the longest sums
+    cublaslt.multiply(device, dweight, turned, saved, False, True, add_dweight, "fp8", scales=scales)  # in fp32, the longest
     _multiply(device, dinp, cast, weight.transposed, (weight.dout_scale, weight.scale))
 
 

@@ -11,7 +11,7 @@
 //       blocks of a cluster own tiles side by side: each copies half of the rows' factor, to both.
 // Stage: free once both blocks' products have read it, as each block's copies go to both.
 // Turns: a barrier tells a phase from the one before, not from an earlier one; so a warpgroup begins to wait for its first factors
-//        when the other has seen those arrive that were in the same place before.
+//        when the other has seen those arrive that were in the same place before, all but its last STAGES: at step `turn`.
 // Results leave, and `up` comes, part after part of 64 x 64, through PLACES tiles of hopper.cuh that a warpgroup has for itself.
 // Precision: products of bf16 with fp32 sums; up and dup are rounded once, act is GELU's of up before rounding, dbias sums dup
 //            before that.

@@ -21,7 +21,7 @@ inline float from_float<float>(float x) { return x; }
 template <>
 inline bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
 
-// e^x to a few units in the last place; 0 where that is no normal number, which __expf takes three instructions more to keep.
+// e^x to some 2 + |x| units in the last place, as x log2(e) is rounded; 0 where that is no normal number, which __expf takes three instructions more to keep.
 inline float exponential(float x) {
     constexpr float LOG2_E = 1.4426950408889634f;
     float power;

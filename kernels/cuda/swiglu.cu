@@ -5,7 +5,7 @@
 //
 // Layout: inp and dinp (rows, 2 width), the gate in the first half of a row; out and dout (rows, width); all of T.
 // Work: a thread owns a vector of SIZE columns of a row of out, and the two of inp that belong to it.
-// Precision: fp32 arithmetic, the exponential and the quotient to a few units of fp32, one rounding to T at each store.
+// Precision: fp32 arithmetic, the exponential (reduce.cuh) and the quotient to a few units of fp32, one rounding to T at each store.
 // Source: Shazeer 2020, arXiv:2002.05202, equation 6.
 
 #include "activation.cuh"

@@ -175,6 +175,8 @@ def test_a_conversation_that_fits_one_way_only_takes_no_part(corpus: Any) -> Non
     true, shuffled = scoring.true_and_shuffled(talks, words, context=32, seed=0)
     learnt = [sorted(each[n][0][each[n][1]].tobytes() for n in range(len(each))) for each in (true, shuffled)]
     assert learnt[0] == learnt[1] and 1 <= len(true) <= 4
+    with pytest.raises(ValueError, match=r"^conversations\.validation: none of 4 .* set model\.context higher$"):
+        scoring.true_and_shuffled(talks, words, context=3, seed=0)
 
 
 class Writer:

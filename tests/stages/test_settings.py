@@ -191,6 +191,13 @@ def test_wrong_overrides_are_named(override: str, expected: str) -> None:
     assert "\n" not in str(error.value)
 
 
+# Hydra's message for a key that is not there, when params.yaml is written anew: it asks for a plus, which then fails.
+def test_unknown_key_of_conf_is_named() -> None:
+    for override in ("pretrain.step=3", "model.layer=3"):
+        with pytest.raises(ValueError, match=rf"^unknown key {override[:-2]}; did you mean {override[:-2]}s\?$"):
+            compose(ROOT, ["model=gpt2_124m", override])
+
+
 # In another folder DVC writes a second params.yaml and stages would read the wrong one.
 def test_other_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deeper").mkdir()
