@@ -6,6 +6,8 @@ streams: memory is bounded by one document of each source.
 
 import hashlib
 import math
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -20,6 +22,7 @@ KINDS = {
     "hf": ("dataset", "subset", "split", "revision"),
     "local": ("files",),
 }
+NOTHING = "conf/none"  # the path that means "not used": a file that never changes, since DVC's dependencies need a path
 CORPUS_FORMATS = ("auto", "play")
 CONVERSATION_FORMATS = ("auto", "messages", "prompt_completion", "alpaca", "play", "chatterbot")
 
@@ -95,6 +98,14 @@ class Source:
         return self.package or self.dataset or ", ".join(self.files)
 
 
+    def local_paths(self) -> list[str]:
+        """The paths on this machine that the source reads, each up to its first wildcard."""
+        if self.kind == "local":
+            return [re.split(r"[*?\[]", pattern, maxsplit=1)[0] or "." for pattern in self.files]
+        dataset = [self.dataset] if self.kind == "hf" and Path(self.dataset).exists() else []
+        return [*dataset, *([self.wheel] if self.wheel else [])]
+
+
 def _check_section(section: str, sources: Sequence[Source], validation: Validation, formats: Sequence[str]) -> None:
     if not sources:
         raise ValueError(f"{section}.sources is empty: name at least one source")
@@ -107,6 +118,18 @@ def _check_section(section: str, sources: Sequence[Source], validation: Validati
             raise ValueError(f"{section}.validation: set one of documents, fraction and tail")
 
 
+def check_watched(section: str, sources: Sequence[Source], local_path: str) -> None:
+    """Raises ValueError where a source reads what DVC does not watch: then a changed file would leave the old text in place."""
+    if local_path.startswith("~"):
+        raise ValueError(f"{section}.local_path: DVC does not expand ~: write {Path(local_path).expanduser()}")
+    watched = os.path.abspath(local_path)
+    for path in (path for source in sources for path in source.local_paths()):
+        found = os.path.abspath(Path(path).expanduser())
+        if found != watched and not found.startswith(watched.rstrip(os.sep) + os.sep):
+            raise ValueError(f"{section}.sources: {path} lies outside {section}.local_path = {local_path}, where DVC looks for "
+                             f"changes: set {section}.local_path={path.rstrip('/')} or a folder above it")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Corpus:
     """The section `corpus`: what `data/download/{train,val}.jsonl.zst` is made of."""
@@ -114,6 +137,7 @@ class Corpus:
     name: str
     sources: tuple[Source, ...]
     validation: Validation
+    local_path: str = NOTHING  # the file or folder of this machine that holds all that the sources read there
 
     def __post_init__(self) -> None:
         _check_section("corpus", self.sources, self.validation, CORPUS_FORMATS)
@@ -127,6 +151,7 @@ class Conversations:
     sources: tuple[Source, ...]
     validation: Validation
     max_chars: int | None = None  # longer conversations, all messages together, are left out; None: no limit
+    local_path: str = NOTHING  # the file or folder of this machine that holds all that the sources read there
 
     def __post_init__(self) -> None:
         _check_section("conversations", self.sources, self.validation, CONVERSATION_FORMATS)

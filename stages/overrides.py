@@ -42,8 +42,8 @@ def compose(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: an override is ill-formed or names no file or key, or a file of conf/ is broken.
     """
-    parsed = _parse(overrides)
-    choices = [override for override in parsed if _chooses_group(root, override)]
+    parsed = parse(overrides)
+    choices = group_choices(root, parsed)
     _check_known(parsed, choices, _hydra(root / "conf", "config", [str(one.input_line) for one in choices]))
     return _hydra(root / "conf", "config", overrides)
 
@@ -57,8 +57,8 @@ def apply_overrides(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
         ValueError: as read_params and compose.
     """
     committed = read_params(root / "params.yaml")
-    parsed = _parse(overrides)
-    choices = [override for override in parsed if _chooses_group(root, override)]
+    parsed = parse(overrides)
+    choices = group_choices(root, parsed)
     _check_known(parsed, choices, committed)
     if choices:
         values = _hydra(root / "conf", "config", overrides)
@@ -83,7 +83,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Overrides in Hydra's grammar; ValueError where one is ill-formed or takes several values."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
@@ -92,6 +93,11 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         if override.is_sweep_override():
             raise ValueError(f"{override.input_line}: one run takes one value; `dvc exp run --queue -S ...` takes several")
     return parsed
+
+
+def group_choices(root: Path, overrides: Sequence[Override]) -> list[Override]:
+    """Those of the overrides that choose a file of a group; ValueError where there is no such file."""
+    return [override for override in overrides if _chooses_group(root, override)]
 
 
 def _chooses_group(root: Path, override: Override) -> bool:

@@ -1,22 +1,30 @@
 """Command: conf/ -> params.yaml, as `dvc exp run` composes it. `dvc repro` reads params.yaml and never looks at conf/.
 
-    python -m stages.params --write [overrides]   composes params.yaml anew
+    python -m stages.params --write [overrides]   composes params.yaml anew and keeps the overrides; without any: back to conf/
     python -m stages.params --check [overrides]   fails, naming what differs, where params.yaml is not that composition
     python -m stages.params [overrides]           prints the composition
+
+Kept overrides stand in conf/kept/params.yaml, the last of the defaults. So every later `dvc exp run` includes them.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from stages.overrides import compose, flat, read_params
+from stages.overrides import compose, flat, group_choices, parse, read_params
 from stages.settings import command_main, validate
 from stages.text_files import write_text
 
 PARAMS = "params.yaml"
+KEPT = "conf/kept/params.yaml"
+KEPT_HEADER = """\
+# @package _global_
+# Written by `python -m stages.params --write [overrides]`: the overrides that every later composition includes.
+"""
 
 
 def text(values: dict[str, Any]) -> str:
@@ -27,6 +35,59 @@ def text(values: dict[str, Any]) -> str:
 def write(root: Path, values: dict[str, Any]) -> None:
     """Replaces root/params.yaml, in one step, so that a kill leaves the old or the new one."""
     write_text(root / PARAMS, text(values))
+
+
+def kept_text(root: Path, overrides: Sequence[str]) -> str:
+    """The bytes of conf/kept/params.yaml: a Hydra config that composes as these overrides do.
+
+    Experiments and files of groups become its defaults list, values its keys.
+
+    Raises:
+        ValueError: an override deletes a key, for which a config has no form.
+    """
+    parsed = parse(overrides)
+    chosen = group_choices(root, parsed)
+    defaults: list[Any] = []
+    values = OmegaConf.create({})
+    for override in parsed:
+        if override.is_delete():
+            raise ValueError(f"{override.input_line}: a deletion cannot be kept; edit the file of conf/ that has the key")
+        if override not in chosen:
+            OmegaConf.update(values, override.key_or_group, override.value(), merge=True)
+        elif override.is_add():
+            defaults.append(f"/{override.key_or_group}/{override.value()}")
+    choices = [override for override in chosen if not override.is_add()]
+    defaults += [{f"override /{override.key_or_group}": override.value()} for override in choices]
+    head = KEPT_HEADER + f"# Kept: {' '.join(overrides) or 'nothing'}.\n"
+    if not overrides:
+        return head + "{}\n"
+    return head + OmegaConf.to_yaml(OmegaConf.create({"defaults": [*defaults, "_self_"]})) + yaml_of(values)
+
+
+def yaml_of(values: Any) -> str:
+    """YAML of a config, nothing for an empty one, which would be `{}` behind other keys."""
+    return OmegaConf.to_yaml(values) if values else ""
+
+
+def keep(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Composes conf/ with these overrides and nothing else that was kept, and keeps them; returns the values.
+
+    Raises:
+        ValueError: as compose and validate; or the overrides cannot be kept. Then both files are as they were.
+    """
+    values = compose(root, ["kept=none", *overrides])
+    validate(values)
+    path = root / KEPT
+    before = path.read_text(encoding="utf-8")
+    write_text(path, kept_text(root, overrides))
+    try:
+        if compose(root, []) != values:
+            raise ValueError(f"{' '.join(overrides)}: kept, these would compose otherwise; use `dvc exp run -S`")
+        write(root, values)
+    except ValueError:
+        write_text(path, before)
+        raise
+    return values
 
 
 def check(root: Path, values: dict[str, Any]) -> None:
@@ -45,17 +106,18 @@ def run(argv: list[str]) -> None:
     """What the module's docstring says."""
     parser = argparse.ArgumentParser(prog="python -m stages.params", description=__doc__.split("\n")[0])
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--write", action="store_true", help=f"write {PARAMS}")
+    what.add_argument("--write", action="store_true", help=f"write {PARAMS}, and keep the overrides in {KEPT}")
     what.add_argument("--check", action="store_true", help=f"compare {PARAMS}; exit code 1 where it differs")
     parser.add_argument("overrides", nargs="*", help="for example model=gpt2_124m, pretrain.lr=1e-3, +experiment=smoke")
     arguments = parser.parse_args(argv)
     root = Path.cwd()
+    if arguments.write:
+        keep(root, arguments.overrides)
+        print(f"{PARAMS} written; kept for later compositions: {' '.join(arguments.overrides) or 'nothing'}")
+        return
     values = compose(root, arguments.overrides)
     validate(values)
-    if arguments.write:
-        write(root, values)
-        print(f"{PARAMS} written")
-    elif arguments.check:
+    if arguments.check:
         check(root, values)
     else:
         sys.stdout.write(text(values))

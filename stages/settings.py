@@ -20,7 +20,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from kernels.config import Mlp, ModelConfig, Norm, Numerics, Optimizer, Position
-from stages.corpus import Conversations, Corpus
+from stages.corpus import Conversations, Corpus, check_watched
 from stages.overrides import apply_overrides
 from stages.schema import build, check
 from stages.text_files import write_text, writing
@@ -219,9 +219,14 @@ def validate(values: Mapping[str, Any]) -> Settings:
     """Plain values -> Settings, with the MTP weights of heads that the model lacks cut off.
 
     Raises:
-        ValueError: the first key that is wrong, or too few MTP weights.
+        ValueError: the first key that is wrong, too few MTP weights, or a local file that DVC does not watch.
     """
     settings = build(Settings, values, "")
+    for name, sources, local_path in (
+        ("corpus", settings.corpus.sources, settings.corpus.local_path),
+        ("conversations", settings.conversations.sources, settings.conversations.local_path),
+    ):
+        check_watched(name, sources, local_path)
     heads = settings.model.mtp_heads
     for section in (settings.pretrain, settings.sft):
         weights, name = section.mtp_weights, f"{type(section).__name__.lower()}.mtp_weights"

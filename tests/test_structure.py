@@ -171,12 +171,27 @@ def test_only_cuda_imports_cupy() -> None:
 # listed but not imported would make it run for nothing.
 @pytest.mark.parametrize("stage", STAGES)
 def test_deps_are_the_imports(stage: str) -> None:
-    deps = [dep for dep in DVC["stages"][stage]["deps"] if not dep.startswith("data/")]
+    deps = [dep for dep in DVC["stages"][stage]["deps"] if not dep.startswith(("data/", "${"))]
     needed = {name for name in closure(f"stages/{stage}.py") if (ROOT / name).stat().st_size}
     missing = {name for name in needed if name not in deps and not any(name.startswith(f"{dep}/") for dep in deps)}
     unused = {dep for dep in deps if dep not in needed and not any(name.startswith(f"{dep}/") for name in needed)}
     assert (missing, unused) == (set(), set())
     assert deps == sorted(deps)
+
+
+# A file of this machine that a stage reads behind DVC's back: an older text would come out of the run cache as up to date.
+# Each such key is a path in params.yaml, since DVC can't hash a null.
+def test_local_files_are_dependencies() -> None:
+    paths = {
+        "download": ["corpus.local_path", "conversations.local_path"],
+        "train_bpe": ["train_bpe.take"],
+        "shard": ["shard.take"],
+        "pretrain": ["pretrain.init_from"],
+    }
+    for stage, spec in DVC["stages"].items():
+        assert [dep for dep in spec["deps"] if dep.startswith("${")] == [f"${{{key}}}" for key in paths.get(stage, [])]
+    for section, _, key in (path.partition(".") for keys in paths.values() for path in keys):
+        assert (ROOT / PARAMS[section][key]).is_file()
 
 
 # A stage that reads what no stage writes, or two that write the same, can't be run from an empty folder.

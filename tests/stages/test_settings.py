@@ -15,7 +15,7 @@ import yaml
 from kernels.config import ModelConfig
 from kernels.generation import LEAST_TEMPERATURE
 from stages import params
-from stages.overrides import compose
+from stages.overrides import compose, read_params
 from stages.settings import Model, Settings, command_main, load, stage_main, validate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -296,6 +296,50 @@ def test_params_check_and_write(root: Path) -> None:
     (root / "params.yaml").write_text("# a note\n" + (root / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(ValueError, match="edited by hand"):
         params.run(["--check"])
+
+
+KEPT = [
+    ["+experiment=own_text", "pretrain.steps=3000", "train_bpe.vocab_size=400"],
+    ["model=euler_10m", "train_bpe=bpe_1024", "model.layers=2", "model.tied_head=true"],
+    ["+experiment=smoke", "corpus=tinystories", "pretrain.mtp_weights=[1.0,0.2,0.1,0.1]", "sft.lr=1e-4"],
+    ["eval.prompts=['a: b','# c','yes']", "train_bpe.take='null: #x'", "conversations.name='null'"],
+    ["corpus.sources=[{kind: local, files: ['books/*.txt'], license: mine}]", "corpus.local_path=books"],
+]
+
+
+# `dvc exp run` composes conf/ anew: what `--write` had put into params.yaml alone was lost without a word.
+@pytest.mark.parametrize("overrides", KEPT, ids=" ".join)
+def test_kept_overrides_stay_in_every_later_composition(root: Path, overrides: list[str]) -> None:
+    expected = compose(root, overrides)
+    params.run(["--write", *overrides])
+    assert compose(root, []) == expected
+    assert read_params(root / "params.yaml") == expected
+    further = compose(root, ["sft.steps=50", "eval.seed=4"])
+    assert (further["sft"].pop("steps"), further["eval"].pop("seed")) == (50, 4)
+    assert expected["sft"].pop("steps") != 50 and expected["eval"].pop("seed") != 4
+    assert further == expected
+    params.run(["--write"])
+    assert compose(root, []) == DEFAULTS
+
+
+# What is kept must not win over what is asked for now; and the next --write must not pile up on the last one.
+def test_kept_overrides_give_way(root: Path) -> None:
+    params.run(["--write", "model=euler_10m", "pretrain.steps=3000", "+experiment=own_text"])
+    assert compose(root, ["model=euler_1m"])["model"] == DEFAULTS["model"]
+    assert compose(root, ["pretrain.steps=7"])["pretrain"]["steps"] == 7
+    assert compose(root, ["+experiment=smoke"])["pretrain"]["steps"] == 20
+    assert compose(root, ["+experiment=own_text"])["corpus"]["name"] == "local"
+    assert compose(root, ["kept=none"]) == DEFAULTS
+    params.run(["--write", "sft.steps=50"])
+    assert compose(root, []) == compose(root, ["kept=none", "sft.steps=50"])
+
+
+# A deletion has no form in a config file: kept half, it would compose something that nobody asked for.
+def test_what_cannot_be_kept_is_refused(root: Path) -> None:
+    before = [(root / name).read_bytes() for name in ("params.yaml", params.KEPT)]
+    with pytest.raises(ValueError, match="a deletion cannot be kept"):
+        params.run(["--write", "~corpus.local_path"])
+    assert before == [(root / name).read_bytes() for name in ("params.yaml", params.KEPT)]
 
 
 # A broken conf/ must not replace a good params.yaml.
