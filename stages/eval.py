@@ -25,10 +25,10 @@ from stages.scoring import (
     Reply,
     TextScore,
     eval_batches,
+    held_out_answers,
     question_of,
     score_answers,
     score_text,
-    true_and_shuffled,
     unigram_nats,
     write_replies,
 )
@@ -51,11 +51,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Scores:
-    """One model's figures and samples; `replies` are the chat model's alone."""
+    """One model's figures and samples; `replies` are the chat model's alone, None is a score that cannot be had."""
 
     text: TextScore
-    answers: AnswerScore
-    shuffled: AnswerScore
+    answers: AnswerScore | None
+    shuffled: AnswerScore | None
     samples: list[Sample]
     replies: list[Reply]
 
@@ -65,11 +65,13 @@ class Scores:
             "loss": self.text.loss,
             "perplexity": math.exp(min(self.text.loss, 700.0)),  # 700: where a float ends
             "bits_per_byte": self.text.bits_per_byte,
-            "answer_loss": self.answers.content_loss,
-            "answer_loss_shuffled": self.shuffled.content_loss,
-            "end_of_turn_loss": self.answers.end_loss,
-            "sft_loss": self.answers.loss,
         }
+        if self.answers:
+            found["answer_loss"] = self.answers.content_loss
+        if self.shuffled:
+            found["answer_loss_shuffled"] = self.shuffled.content_loss
+        if self.answers:
+            found |= {"end_of_turn_loss": self.answers.end_loss, "sft_loss": self.answers.loss}
         if self.replies:
             found["replies"] = len(self.replies)
             found["replies_ended"] = sum(reply.ended for reply in self.replies) / len(self.replies)
@@ -96,13 +98,16 @@ class Evaluation:
         self._end = special_id(words, END)
         e = settings.eval
         self._sampling = Sampling(temperature=e.temperature, top_k=e.top_k, top_p=e.top_p, seed=e.seed)
-        self._answers = true_and_shuffled(conversations, words, context=context, seed=settings.eval.seed)
+        self._answers = held_out_answers(conversations, words, context=context, seed=settings.eval.seed)
         self._prompts = spread(self._short_prompts(conversations), REPLIES)
         self.counts = {
             "text_tokens": self._held_out.tokens - 1,
             "text_bytes": self._held_out.counts.bytes,
-            "conversations": len(self._answers[0]),
+            "conversations": self._answers.count,
         }
+        self.missing = dict(self._answers.missing)
+        if not self._prompts:
+            self.missing["replies_ended"] = f"no held-out question leaves half of model.context = {context} to its answer"
 
     def engine(self, model: Checkpoint) -> Engine:
         """An engine that holds the model."""
@@ -119,7 +124,10 @@ class Evaluation:
                               within_documents=self._settings.pretrain.within_documents)  # fmt: skip
         text = score_text(engine, windows, self._unigram, heads)
         pad = special_id(self._words, PAD)
-        true, shuffled = (score_answers(engine, eval_batches(each, **rows, pad_id=pad), self._end) for each in self._answers)
+        true, shuffled = (
+            None if each is None else score_answers(engine, eval_batches(each, **rows, pad_id=pad), self._end)
+            for each in (self._answers.true, self._answers.shuffled)
+        )
         asked = self._prompts if chat else []
         replies = write_replies(engine, asked, self._sampling, max_tokens=self._settings.eval.max_tokens, end_id=self._end)
         return Scores(text, true, shuffled, self._samples(engine, chat=chat), replies)
@@ -177,12 +185,15 @@ def run(
         print(f"eval: {name} model, {engine.describe()}", flush=True)
         scores[name] = evaluation.measure(engine, model.config.mtp_heads, chat=name == "chat")
     figures = {name: rounded(score.figures(), name) for name, score in scores.items()}
-    write_text(folder / "metrics.json", json.dumps({"device": engine.device, **evaluation.counts, **figures}, indent=2) + "\n")
+    facts: dict[str, Any] = {"device": engine.device, **evaluation.counts}
+    if evaluation.missing:
+        facts["missing"] = evaluation.missing
+    write_text(folder / "metrics.json", json.dumps(facts | figures, indent=2) + "\n")
     rows = [(name, k, head.accuracy, head.loss, head.unigram_loss) for name, score in scores.items()
             for k, head in enumerate(score.text.heads)]  # fmt: skip
     write_csv(folder / "heads.csv", ("model", "head", "accuracy", "loss", "unigram_loss"), rows)
     table = figure_table(figures)
-    write_text(folder / "report.md", write_report(table, scores, evaluation.counts, engine.describe()))
+    write_text(folder / "report.md", write_report(table, scores, evaluation, engine.describe()))
     print(table + f"\neval: more in {folder / 'report.md'}", flush=True)
 
 
@@ -209,10 +220,11 @@ def figure_table(figures: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_report(table: str, scores: dict[str, Scores], counts: dict[str, int], device: str) -> str:
+def write_report(table: str, scores: dict[str, Scores], evaluation: Evaluation, device: str) -> str:
     """The Markdown report: figures, prediction heads, samples, and on what they were made."""
-    replies = scores["chat"].replies
+    replies, counts = scores["chat"].replies, evaluation.counts
     ended = sum(reply.ended for reply in replies)
+    missing = [f"- {figure}: {reason}" for figure, reason in evaluation.missing.items()]
     parts = [
         "# Evaluation\n",
         table,
@@ -222,6 +234,7 @@ def write_report(table: str, scores: dict[str, Scores], counts: dict[str, int], 
         "end_of_turn_loss the token that closes each, sft_loss both; for answer_loss_shuffled each answer stands behind",
         "another conversation's question.\n",
         f"Replies: {ended} of {len(replies)} answers to held-out questions end by themselves.\n",
+        *(["Figures that cannot be had:\n", *missing, ""] if missing else []),
         "## Prediction heads\n",
         "Head k predicts the token k + 1 ahead; unigram is the loss of the training text's token frequencies.\n",
         "| model | head | accuracy | loss | unigram |",

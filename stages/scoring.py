@@ -105,29 +105,65 @@ def score_answers(engine: Engine, batches: Iterable[Batch], end_id: int) -> Answ
     return AnswerScore(content_loss, end_loss, loss)
 
 
-def true_and_shuffled(
-    conversations: Iterable[Messages], tokenizer: Tokenizer, *, context: int, seed: int
-) -> tuple[Rendered, Rendered]:
+@dataclass(frozen=True)
+class HeldOutAnswers:
     """The same answers behind their own questions and behind others'.
 
-    Only conversations that fit the context whole both ways take part, so both hold the same answers.
+    Args:
+        true:     answers behind their own questions; None where no conversation fits the context.
+        shuffled: the same answers behind others' questions; None where there are none to exchange.
+        missing:  the reason for each figure that cannot be had, by its name in metrics.json.
+    """
 
-    Raises:
-        ValueError: fewer than two conversations have a question and an answer, or none fits both ways.
+    true: Rendered | None
+    shuffled: Rendered | None
+    missing: Mapping[str, str]
+
+    @property
+    def count(self) -> int:
+        """Conversations that take part."""
+        return 0 if self.true is None else len(self.true)
+
+
+ANSWER_FIGURES = ("answer_loss", "end_of_turn_loss", "sft_loss")
+SHUFFLED_FIGURE = "answer_loss_shuffled"
+
+
+def held_out_answers(
+    conversations: Iterable[Messages], tokenizer: Tokenizer, *, context: int, seed: int
+) -> HeldOutAnswers:
+    """Renders the held-out answers behind their own questions and behind others'.
+
+    Where two questions can be exchanged, only conversations that fit the context both ways take part. So both hold the same
+    answers. A figure that cannot be had is named in `missing` and is no error.
     """
     own = [one for one in conversations if {"user", "assistant"} <= {message["role"] for message in one}]
+    fits_own = _lengths(own, tokenizer) <= context
+    if not fits_own.any():
+        reason = f"none of {len(own)} held-out conversations with a question and an answer fits model.context = {context}"
+        return HeldOutAnswers(None, None, dict.fromkeys((*ANSWER_FIGURES, SHUFFLED_FIGURE), reason))
+    if len(own) < 2:
+        reason = "one held-out conversation has no other question to be put behind"
+        return HeldOutAnswers(_chosen(own, fits_own, tokenizer, context), None, {SHUFFLED_FIGURE: reason})
     others = shuffle_questions(own, seed)
-    unbounded = 1 << 62
-    lengths = [render_all(each, tokenizer, context=unbounded, too_long="drop").lengths for each in (own, others)]
-    fits = np.maximum(*lengths) <= context
+    fits = fits_own & (_lengths(others, tokenizer) <= context)
     if not fits.any():
-        raise ValueError(
-            f"conversations.validation: none of {len(own)} conversations fits model.context = {context} both with its own "
-            "question and with another's; give shorter ones, or set model.context higher"
-        )
-    chosen = [[one for one, ok in zip(each, fits, strict=True) if ok] for each in (own, others)]
-    true, shuffled = (render_all(each, tokenizer, context=context, too_long="drop") for each in chosen)
-    return true, shuffled
+        reason = f"none of {len(own)} held-out conversations fits model.context = {context} with another's question"
+        return HeldOutAnswers(_chosen(own, fits_own, tokenizer, context), None, {SHUFFLED_FIGURE: reason})
+    return HeldOutAnswers(_chosen(own, fits, tokenizer, context), _chosen(others, fits, tokenizer, context), {})
+
+
+def _lengths(conversations: Sequence[Messages], tokenizer: Tokenizer) -> NDArray[np.int64]:
+    """Tokens of each conversation, (n,)."""
+    if not conversations:
+        return np.empty(0, np.int64)
+    return render_all(conversations, tokenizer, context=1 << 62, too_long="drop").lengths
+
+
+def _chosen(conversations: Sequence[Messages], chosen: NDArray[np.bool_], tokenizer: Tokenizer, context: int) -> Rendered:
+    """The chosen conversations, rendered; every one fits the context."""
+    taking_part = [one for one, takes_part in zip(conversations, chosen, strict=True) if takes_part]
+    return render_all(taking_part, tokenizer, context=context, too_long="drop")
 
 
 def eval_batches(rendered: Rendered, *, micro_batch: int, context: int, pad_id: int) -> Iterable[Batch]:
