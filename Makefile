@@ -7,12 +7,12 @@ BIN := .venv/bin
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "error: Python 3.11 to 3.13 is needed, $(PYTHON) is " + sys.version.split()[0] + "; make PYTHON=python3.12 ... chooses another")'
 
 .DEFAULT_GOAL := help
-.PHONY: help repro test test-parity test-gpu check chaos bench chat lint
+.PHONY: help repro test test-parity test-gpu check chaos bench chat lint git moved
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-repro: .venv/ready  ## run the pipeline: raw text to chat model, only what is not up to date
+repro: git .venv/ready  ## run the pipeline: raw text to chat model, only what is not up to date
 	$(BIN)/dvc repro
 
 test: .venv/ready  ## run the tests, without the slow ones
@@ -27,7 +27,8 @@ test-gpu: .venv/ready  ## hold every CUDA kernel and the whole engine against th
 check: .venv/ready  ## compare every gradient with central differences in float64
 	$(BIN)/python -m tests.gradient_check
 
-bench: .venv/ready .venv-parity/ready  ## measure the engine, then training beside PyTorch and the tokenizer beside its peers
+bench: git .venv/ready .venv-parity/ready  ## measure the engine, then training beside PyTorch and the tokenizer beside its peers
+	$(BIN)/dvc repro --quiet download
 	$(BIN)/python -m kernels.bench train
 	$(BIN)/python -m kernels.bench decode --steps 100
 	$(BIN)/python -m kernels.bench ops
@@ -45,16 +46,19 @@ lint: .venv/ready  ## style, types, and that params.yaml is what conf/ composes
 	$(BIN)/mypy stages kernels tests
 	$(BIN)/python -m stages.params --check
 
-# dvc.yaml says `python -m stages.NAME`, and DVC gives that line to a shell: `python` has to be .venv's, without activation,
-# for `.venv/bin/dvc repro`, for `exp run --temp` and for the workers that `queue start` leaves behind. The .pth file puts
-# .venv/bin at the front of PATH whenever .venv's interpreter starts, so whatever that process starts finds it there.
-.venv/ready: requirements.lock requirements-cuda.lock
+git:
+	@test -e .git || { echo "error: DVC needs a git repository, and this folder is none; run: git init && git add . && git commit -m start" >&2; exit 1; }
+
+moved:
+	@if [ -e .venv/ready ]; then $(BIN)/python .ci/venv_moved.py; fi
+
+.venv/ready: requirements.lock requirements-cuda.lock .ci/venv_start.py | moved
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	if nvidia-smi > /dev/null 2>&1; then $(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-cuda.lock; fi
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nanoeuler_path.pth")' > .venv/pth
-	echo 'import os, sys; os.environ["PATH"] = os.path.join(sys.prefix, "bin") + os.pathsep + os.environ.get("PATH", os.defpath)' > "$$(cat .venv/pth)"
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	    cp .ci/venv_start.py "$$site/nanoeuler_start.py" && echo 'import nanoeuler_start' > "$$site/nanoeuler_path.pth"
 	touch $@
 
 .venv-parity/ready: requirements-parity.lock
