@@ -75,7 +75,7 @@ def _disk(stage: str, settings: Settings, root: Path) -> Iterator[str]:
     if states + checkpoints > free + there:
         needed, room = (states + checkpoints) / 1e9, (free + there) / 1e9
         yield (
-            f"pretrain: {needed:.1f} GB are needed in {root.absolute()}, {states / 1e9:.1f} of them for the states to resume from, "
+            f"pretrain: {needed:.1f} GB are needed in {root.absolute()}, {states / 1e9:.1f} of them for resume states, "
             f"and {room:.1f} are free; make room there or choose a smaller model"
         )
 

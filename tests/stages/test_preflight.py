@@ -91,7 +91,7 @@ def test_less_room_than_states_and_checkpoints(root: Path, settings_with: Make, 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9 - 900_000, 900_000))
     for stage in ("download", "train_bpe", "shard", "pretrain"):
         (said,) = objections(stage, settings_with(), root)
-        assert "states to resume from" in said and "make room there" in said
+        assert "for resume states" in said and "make room there" in said
     state = root / ".nanoeuler" / "resume" / "0" / "000000001-0.safetensors"
     state.parent.mkdir(parents=True)
     state.write_bytes(bytes(200_000))
