@@ -19,7 +19,7 @@ from kernels.engine import Engine
 from kernels.generation import Sampling, Speculation, generate
 from stages.conversations import END, render_prompt, special_id
 from stages.generate import at_least_one, banner, command_parser, open_model, sampling_of, show, speculation_of
-from stages.settings import command_main
+from stages.program import command_main
 from stages.tokenizer import Tokenizer, Utf8Stream
 
 HELP = """\

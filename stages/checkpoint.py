@@ -251,7 +251,7 @@ def fingerprint(files: Iterable[Path], values: Mapping[str, Any]) -> str:
 def sources(module: str) -> list[Path]:
     """The files of this repository whose code a stage runs: what it imports of stages/, and all of kernels/.
 
-    Without settings.py: all it hands on are values, which count as such.
+    Without settings.py and program.py: all they hand on are values, which count as such.
 
     Args:
         module: a name within stages/, such as "pretrain".
@@ -261,7 +261,7 @@ def sources(module: str) -> list[Path]:
     while pending:
         name = pending.pop()
         path = REPOSITORY / "stages" / f"{name}.py"
-        if name in found or name == "settings" or not path.is_file():
+        if name in found or name in ("settings", "program") or not path.is_file():
             continue
         found[name] = path
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

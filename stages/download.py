@@ -14,7 +14,8 @@ from typing import Any
 
 from stages.conversation_sources import ROW_KEYS, Conversation, read_conversations
 from stages.corpus import SPLITS, Conversations, Corpus, Document, divide, limited, mix
-from stages.settings import Settings, stage_main
+from stages.program import stage_main
+from stages.settings import Settings
 from stages.sources import Opened, open_source, read_source
 from stages.text_files import RowWriter, atomic_file, write_json, writing
 

@@ -20,6 +20,7 @@ from stages.batches import EvalWindows
 from stages.checkpoint import Checkpoint, load
 from stages.conversations import END, PAD, Messages, read_conversations, render_prompt, special_id
 from stages.metrics import write_csv
+from stages.program import stage_main
 from stages.scoring import (
     AnswerScore,
     Reply,
@@ -32,7 +33,7 @@ from stages.scoring import (
     unigram_nats,
     write_replies,
 )
-from stages.settings import Settings, stage_main
+from stages.settings import Settings
 from stages.shard_format import SEPARATOR, open_split
 from stages.text_files import write_text
 from stages.tokenizer import Tokenizer

@@ -24,7 +24,7 @@ from kernels.config import ModelConfig
 from stages.checkpoint import Checkpoint, write_arrays
 from stages.conversations import END, PAD, ROLES
 from stages.generate import SEPARATOR, open_checkpoint
-from stages.settings import command_main
+from stages.program import command_main
 from stages.text_files import write_text
 from stages.tokenizer import Tokenizer
 

@@ -20,7 +20,7 @@ from kernels.engine import Engine
 from kernels.generation import Sampling, Speculation, generate
 from stages.checkpoint import MODEL, Checkpoint, load
 from stages.conversations import special_id
-from stages.settings import command_main
+from stages.program import command_main
 from stages.tokenizer import Tokenizer, Utf8Stream
 
 SEPARATOR = "<|endoftext|>"  # starts each document

@@ -16,7 +16,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from stages.overrides import compose, flat, group_choices, parse, read_params
-from stages.settings import command_main, validate
+from stages.program import command_main
+from stages.settings import validate
 from stages.text_files import write_text
 
 PARAMS = "params.yaml"

@@ -13,7 +13,8 @@ from kernels.engine import Engine
 from kernels.generation import Sampling, generate
 from kernels.memory import plan, report
 from stages.batches import EvalWindows, PretrainBatches
-from stages.settings import Settings, stage_main
+from stages.program import stage_main
+from stages.settings import Settings
 from stages.shard_format import SEPARATOR, open_split
 from stages.tokenizer import Tokenizer
 from stages.training import Outs, Task, Validation, announce, held_out_nats, run_stage

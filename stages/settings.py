@@ -8,25 +8,17 @@ out of range is one ValueError that names it. Overrides are written as `dvc exp 
     +experiment=smoke           a named run: likewise
 """
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal
-
-from filelock import FileLock, Timeout
 
 from kernels.config import Mlp, ModelConfig, Norm, Numerics, Optimizer, Position
 from stages.corpus import Conversations, Corpus, check_watched
 from stages.overrides import apply_overrides
 from stages.schema import build, check
-from stages.text_files import write_text, writing
 
 BYTES = 256  # the part of every vocabulary that is not learned
-USAGE = "[key=value ...]  for example pretrain.steps=200 model=gpt2_124m +experiment=smoke; keys and values: conf/"
 
 
 @dataclass(frozen=True)
@@ -234,71 +226,3 @@ def validate(values: Mapping[str, Any]) -> Settings:
         cut = replace(section, mtp_weights=weights[:heads])
         settings = replace(settings, **{type(section).__name__.lower(): cut})
     return settings
-
-
-def stage_main(name: str, run: Callable[[Settings], None]) -> None:
-    """A stage's main(): the command line -> settings -> run, alone in this checkout."""
-
-    def stage(argv: list[str]) -> None:
-        settings = load(argv)
-        with nullcontext() if settings.runtime.plan else alone(name):  # a plan writes nothing
-            run(settings)
-
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(f"python -m stages.{name} {USAGE}")
-    else:
-        command_main(stage)
-
-
-@contextmanager
-def alone(name: str) -> Iterator[None]:
-    """Waits, with a line, while another stage runs in this checkout: one may read what another is about to replace.
-
-    DVC's own locks know nothing of stages run by hand, nor of one that goes on after `dvc` alone was killed. The system frees
-    this lock when its process ends, however it ends.
-
-    Raises:
-        ValueError: another stage was started while this one waited. Of several that wait only the last may run: the `dvc` of an
-            earlier one may be gone, and what it would write replace what was made since.
-    """
-    folder, own = Path(".nanoeuler"), f"{name} (process {os.getpid()})"
-    lock, running, last = FileLock(folder / "running.lock"), folder / "running", folder / "started"
-    with writing(folder):
-        folder.mkdir(exist_ok=True)
-        last.write_text(own, encoding="utf-8", newline="\n")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            other = running.read_text(encoding="utf-8") if running.is_file() else "another stage"
-            print(f"{name}: waiting for {other}, which runs in this checkout; Ctrl-C gives up", flush=True)
-            lock.acquire()
-            later = last.read_text(encoding="utf-8")
-            if later != own:
-                lock.release()
-                raise ValueError(f"{name}: {later} was started while this one waited; start this one again if need be") from None
-    try:
-        write_text(running, own)
-        yield
-    finally:
-        lock.release()
-
-
-def command_main(run: Callable[[list[str]], None]) -> None:
-    """Runs a program on its arguments; what its user can repair is one line on stderr, not a traceback.
-
-    Exit code 1 after an error, 130 after Ctrl-C (DVC takes 0 for success, whatever happened before).
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="replace")  # Windows' consoles have another default
-    try:
-        run(sys.argv[1:])
-    except BrokenPipeError:  # who read has gone, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at the end
-        raise SystemExit(1) from None
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None

@@ -16,7 +16,8 @@ from kernels.memory import plan, report
 from stages.checkpoint import load
 from stages.conversations import END, PAD, read_conversations, render_all, render_prompt, special_id
 from stages.packing import EvalConversations, SftBatches
-from stages.settings import Settings, stage_main
+from stages.program import stage_main
+from stages.settings import Settings
 from stages.tokenizer import Tokenizer
 from stages.training import Outs, Task, Validation, announce, held_out_nats, run_stage
 

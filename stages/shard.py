@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from stages.corpus import read_documents
-from stages.settings import Settings, stage_main
+from stages.program import stage_main
+from stages.settings import Settings
 from stages.shard_format import SEPARATOR, Counts, ShardWriter, clear, write_index
 from stages.tokenizer import Tokenizer
 

@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 
 from stages.corpus import read_documents
-from stages.settings import Settings, stage_main
+from stages.program import stage_main
+from stages.settings import Settings
 from stages.tokenizer import Tokenizer
 
 _MEASURED_DOCUMENTS = 1000  # of those that a tokenizer taken from elsewhere is measured on

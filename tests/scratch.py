@@ -34,11 +34,20 @@ class Copy:
         kept = {name: os.environ[name] for name in ("HOME", "SYSTEMROOT", "NANOEULER_CACHE") if name in os.environ}
         self.environment = {**kept, "PATH": path, "DVC_NO_ANALYTICS": "1"}
 
+    def _start(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True, encoding="utf-8")
+
     def run(self, *command: str) -> str:
         """The output of a command that succeeds."""
-        done = subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True, encoding="utf-8")
+        done = self._start(*command)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
         return done.stdout
+
+    def fail(self, *command: str) -> str:
+        """What a command that fails says on standard error."""
+        done = self._start(*command)
+        assert done.returncode != 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+        return done.stderr
 
     def dvc(self, *arguments: str) -> str:
         """The output of a dvc command that succeeds."""

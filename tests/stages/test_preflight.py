@@ -12,6 +12,7 @@ import pytest
 
 from kernels import devices
 from stages.preflight import ORDER, objections
+from stages.program import look_ahead
 from stages.settings import Settings
 from stages.text_files import RowWriter, atomic_file
 
@@ -123,3 +124,18 @@ def test_micro_batches_of_later_stages(root: Path, settings_with: Make, monkeypa
         "sft: sft.memory: micro_batch=4000",
         "eval: eval.memory: micro_batch=9000",
     ]
+
+
+# Under DVC the first stage has to fail, since the others follow; by hand one stage may be all that is wanted.
+def test_a_run_of_dvc_is_refused_and_one_by_hand_is_told(
+    root: Path, settings_with: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(root)
+    long = settings_with("eval.prompts=['" + "xyz " * 40 + "']")
+    monkeypatch.delenv("DVC_STAGE", raising=False)
+    look_ahead("pretrain", long)
+    assert capsys.readouterr().err.startswith("note: a later stage will refuse this: eval: eval.prompts[0] takes ")
+    monkeypatch.setenv("DVC_STAGE", "pretrain")
+    with pytest.raises(ValueError, match=r"^eval: eval\.prompts\[0\] takes [0-9]+ tokens and model\.context is 32"):
+        look_ahead("pretrain", long)
+    look_ahead("pretrain", settings_with())

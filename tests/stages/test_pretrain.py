@@ -16,7 +16,8 @@ from kernels.config import Numerics
 from kernels.engine import Engine
 from stages import checkpoint, pretrain
 from stages.batches import PretrainBatches
-from stages.settings import Settings, command_main
+from stages.program import command_main
+from stages.settings import Settings
 from stages.shard_format import read_shard
 from stages.tokenizer import Tokenizer
 

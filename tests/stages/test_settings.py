@@ -16,7 +16,8 @@ from kernels.config import ModelConfig
 from kernels.generation import LEAST_TEMPERATURE
 from stages import params
 from stages.overrides import compose, read_params
-from stages.settings import Model, Settings, command_main, load, stage_main, validate
+from stages.program import command_main, stage_main
+from stages.settings import Model, Settings, load, validate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEFAULTS = compose(ROOT, [])
@@ -259,8 +260,8 @@ def test_stage_main_hands_over_settings(monkeypatch: pytest.MonkeyPatch, capsys:
 # later one was started would replace what that one made. The process that holds the lock is killed, as its `dvc` may have been
 # before: a lock that outlives it would be waited for without end.
 def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
-    held = "import sys, time; from stages.settings import alone\nwith alone('shard'): print('held', flush=True); time.sleep(60)"
-    waits = "import sys; from stages.settings import stage_main; stage_main('pretrain', lambda settings: print('ran'))"
+    held = "import sys, time; from stages.program import alone\nwith alone('shard'): print('held', flush=True); time.sleep(60)"
+    waits = "import sys; from stages.program import stage_main; stage_main('pretrain', lambda settings: print('ran'))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def start(code: str, *argv: str) -> "subprocess.Popen[str]":
