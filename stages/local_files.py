@@ -1,0 +1,101 @@
+"""Files of this machine by globs: each real file once, in a fixed order, and nothing passed over in silence.
+
+A glob is matched segment by segment: `*`, `?` and `[...]` within a name, `**` for any number of folders. Names that begin with
+a dot are left out, unless the glob's segment begins with one. A link to a file is followed. A link to a folder is followed by
+nobody: DVC does not look behind it, so a change there would go unnoticed.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """The files that the globs name, sorted by path.
+
+    Of several links to one file, and the file itself, one is kept: the file, else the first by name.
+
+    Raises:
+        ValueError: a glob matches no file; or it matches a broken link, a link to a folder elsewhere, a pipe, socket or device.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        matched = list(_expand(str(Path(pattern).expanduser())))
+        if not matched:
+            raise ValueError(f"files: {shown(pattern)}: no such file; paths are relative to the repository's root")
+        found.update(matched)
+    kept: dict[str, Path] = {}
+    for path in sorted(found, key=lambda path: (path.is_symlink(), path.as_posix())):
+        kept.setdefault(os.path.realpath(path), path)
+    return sorted(kept.values(), key=Path.as_posix)
+
+
+def shown(name: str | Path) -> str:
+    """A file's name as text: bytes that are not UTF-8 become U+FFFD."""
+    return os.fsencode(name).decode("utf-8", errors="replace")
+
+
+def _expand(pattern: str) -> Iterator[Path]:
+    """The files that one glob matches."""
+    parts = Path(pattern).parts
+    fixed = next((number for number, part in enumerate(parts) if _is_wild(part)), len(parts))
+    start = Path(*parts[:fixed])
+    if fixed == len(parts):
+        if start.is_dir():
+            raise ValueError(f"files: {shown(start)} is a folder; write {shown(start / '**' / '*')} for all that is in it")
+        if os.path.lexists(start):
+            yield _checked(start)
+    elif start.is_dir():
+        yield from _walk(start, parts[fixed:], os.path.realpath(start))
+
+
+def _walk(folder: Path, parts: Sequence[str], top: str) -> Iterator[Path]:
+    """The files below a folder that match the glob's remaining parts; top: the real path of where the walk began."""
+    first, rest = parts[0], parts[1:]
+    if first == "**" and rest:
+        yield from _walk(folder, rest, top)
+    for name in sorted(os.listdir(folder)):
+        if name.startswith(".") and not first.startswith("."):
+            continue
+        path = folder / name
+        if first == "**":
+            if _enters(path, top):
+                yield from _walk(path, parts, top)
+            elif not rest and not path.is_dir():
+                yield _checked(path)
+        elif fnmatchcase(name, first):
+            if rest and _enters(path, top):
+                yield from _walk(path, rest, top)
+            elif not rest and not path.is_dir():
+                yield _checked(path)
+
+
+def _enters(path: Path, top: str) -> bool:
+    """Whether the walk goes into this path. A link back into the tree is passed over: its files are found where they lie."""
+    if not path.is_dir():
+        return False
+    if not path.is_symlink():
+        return True
+    real = os.path.realpath(path)
+    if real != top and not real.startswith(top + os.sep):
+        raise ValueError(f"{shown(path)}: a link to the folder {shown(real)}: DVC does not look behind it for changes; copy the "
+                         "folder, or name it as local_path and in files")  # fmt: skip
+    return False
+
+
+def _checked(path: Path) -> Path:
+    """The path of a file; ValueError where it is none that can be read to its end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:  # a broken link, or one that leads to itself
+        raise ValueError(f"{shown(path)}: cannot be read: {error.strerror}; remove it or leave it out of files") from None
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{shown(path)}: a pipe, socket or device, not a file; remove it or leave it out of files")
+    return path
+
+
+def _is_wild(part: str) -> bool:
+    return re.search(r"[*?\[]", part) is not None
