@@ -12,7 +12,7 @@ Source: Sennrich et al. 2016, arXiv:1508.07909, algorithm 1; the tie-break is th
 import numpy as np
 
 from kernels.cpu.jit import jit
-from stages.pretokenizer import Array, hash_slot
+from stages.pretokenizer import Array, hash_slot, jit_nogil
 
 # Columns of `nodes` (one row a byte of the words): the token that starts there (-1: inside a token), the rows where the
 # next and the previous token of the word start (-1: none), and how often the word occurs.
@@ -210,7 +210,7 @@ def _pop_most_frequent(heap: Array, size: int, pairs: Array) -> tuple[int, int]:
     return -1, size
 
 
-@jit
+@jit_nogil
 def learn_merges(data: Array, words: Array, byte_tokens: Array, num_tokens: int) -> Array:
     """Learn merges until there are `num_tokens` tokens, or no word has two tokens any more.
 

@@ -13,8 +13,6 @@ code gives the same with NUMBA_DISABLE_JIT=1.
 Source: Radford et al. 2019, section 2.2 (byte-level BPE); the pattern is that of the released GPT-2 encoder.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numba
@@ -279,13 +277,3 @@ def count_words(data: Array, spans: Array, split: bool, classes: Array) -> Array
                     table = _grown_table(table)
             start = end
     return words[:num_words].copy()
-
-
-def on_threads(work: Callable[[int], None], threads: int) -> None:
-    """Call work(0) .. work(threads - 1), each on a thread of its own; an exception of any is raised."""
-    if threads == 1:
-        work(0)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(work, index) for index in range(threads)]:
-            done.result()

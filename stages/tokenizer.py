@@ -8,16 +8,18 @@ import codecs
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
+from typing import TypeVar
 
 import numba
 import numpy as np
 
 from stages.encoding import encode_spans, rank_table
 from stages.merges import learn_merges
-from stages.pretokenizer import PIECE_BYTES, count_words, cut_spans, on_threads
+from stages.pretokenizer import PIECE_BYTES, count_words, cut_spans
 from stages.text_files import atomic_file
 from stages.tokenizer_file import BYTE_ORDER, MAX_VOCAB, Vocabulary, read_gpt2, read_tokenizer_json, tokenizer_json
 from stages.unicode_classes import character_classes
@@ -26,6 +28,9 @@ MAX_TRAINING_BYTES = 500_000_000  # positions of the words' bytes, and of three 
 
 _CACHE_WORDS = 1 << 17  # a thread's cache: 8 MB of words and at most 4 MB of their tokens
 _GROUP_BYTES = 1 << 20  # of text that a thread takes at a time
+_POLL_S = 0.1  # Windows answers Ctrl-C only between two waits
+
+Result = TypeVar("Result")
 
 
 class Tokenizer:
@@ -88,7 +93,8 @@ class Tokenizer:
             raise ValueError(f"train_bpe.sample_bytes: expected at most {MAX_TRAINING_BYTES} bytes, got {data.size}")
         byte_tokens = np.argsort(np.array(BYTE_ORDER)).astype(np.int32)
         words = _words(data, ends, _threads(threads))
-        merges = learn_merges(data, words, byte_tokens, vocab_size - len(special_tokens))
+        num_tokens = vocab_size - len(special_tokens)
+        merges = on_threads(lambda _: learn_merges(data, words, byte_tokens, num_tokens), 1)[0]
         token_bytes = [bytes([byte]) for byte in BYTE_ORDER]
         for left, right, _ in merges.tolist():
             token_bytes.append(token_bytes[left] + token_bytes[right])
@@ -157,7 +163,16 @@ class Tokenizer:
             while len(self._caches) < workers:
                 tokens = np.empty(8 * _CACHE_WORDS, dtype=np.int32)
                 self._caches.append((np.zeros((2 * _CACHE_WORDS, 4), dtype=np.int64), tokens, np.zeros(2, dtype=np.int64)))
-            on_threads(work, workers)
+            try:
+                if data.size <= _GROUP_BYTES:  # milliseconds: not worth a thread's start
+                    work(0)
+                else:
+                    on_threads(work, workers)
+            except BaseException:
+                # After Ctrl-C workers still run: they end with the group that they encode, and keep their caches.
+                groups.clear()
+                self._caches.clear()
+                raise
         pieces = [out[start : start + count] for start, count in zip(spans[:, 0].tolist(), counts.tolist(), strict=True)]
         # Concatenating also copies, so that the ids of one text don't keep all the others in memory.
         return [np.concatenate(pieces[first:last]) for first, last in itertools.pairwise([0, *span_ends.tolist()])]
@@ -217,10 +232,30 @@ def _words(data: np.ndarray, ends: np.ndarray, threads: int) -> np.ndarray:
     spans = np.concatenate((spans, np.ones((len(spans), 1), dtype=np.int64)), axis=1)
     cuts = np.searchsorted(spans[:, 0], np.linspace(0, data.size, threads + 1))
     cuts[-1] = len(spans)
-    found: dict[int, np.ndarray] = {}
 
-    def work(worker: int) -> None:
-        found[worker] = count_words(data, spans[cuts[worker] : cuts[worker + 1]], True, classes)
+    def work(worker: int) -> np.ndarray:
+        return count_words(data, spans[cuts[worker] : cuts[worker + 1]], True, classes)
 
-    on_threads(work, threads)
-    return count_words(data, np.concatenate([found[worker] for worker in range(threads)]), False, classes)
+    found = np.concatenate(on_threads(work, threads))
+    return on_threads(lambda _: count_words(data, found, False, classes), 1)[0]
+
+
+def on_threads(work: Callable[[int], Result], threads: int) -> list[Result]:
+    """Call work(0) .. work(threads - 1), each on a thread of its own; returns their results, or raises an exception of any.
+
+    The caller only waits, also for a single thread: Python handles Ctrl-C on the main thread, and not within compiled code. After
+    Ctrl-C a worker may still compute. Workers are daemon threads, so the process ends without them.
+    """
+    results: list[Future[Result]] = [Future() for _ in range(threads)]
+
+    def run(index: int) -> None:
+        try:
+            results[index].set_result(work(index))
+        except BaseException as error:
+            results[index].set_exception(error)
+
+    for index in range(threads):
+        Thread(target=run, args=(index,), daemon=True).start()
+    while wait(results, timeout=_POLL_S).not_done:
+        pass
+    return [result.result() for result in results]

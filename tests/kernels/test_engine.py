@@ -277,6 +277,18 @@ def test_engine_without_training_computes_the_same(name: str) -> None:
     assert_same_bits({"logits": logits[1]}, {"logits": logits[0]})
 
 
+# An update whose gradient norm is not finite changes nothing: counted as a step, it would move AdamW's bias correction.
+@NAMES
+def test_nonfinite_update_is_no_step(name: str) -> None:
+    engine, batch = make(name), make_batch()
+    train(engine, range(1))
+    before = engine.state()
+    engine.micro_step(batch, np.full(engine.config.mtp_heads, np.nan))
+    assert not np.isfinite(engine.update(AdamW(), 1e-2).grad_norm)
+    assert_same_bits(engine.state(), before)
+    assert int(before["step"]) == 1
+
+
 # The norm of the gradient alone does not say where a NaN came from; the first in the forward pass is nearest to the cause.
 def test_first_nonfinite() -> None:
     engine, batch = make("gpt2"), make_batch()

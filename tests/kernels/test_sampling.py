@@ -77,6 +77,12 @@ def test_top_p(top_p: float, kept: int) -> None:
     assert np.flatnonzero(draws(logits, 500, top_p=top_p)).tolist() == sorted([1, 3, 0, 2][:kept])
 
 
+# A prefix whose probability is exactly p reaches p: `<=` in place of `<` keeps one token more. Equal logits have exact sums.
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3)])
+def test_top_p_reached_exactly(top_p: float, kept: int) -> None:
+    assert np.flatnonzero(draws([0.0] * 4, 500, top_p=top_p)).tolist() == list(range(kept))
+
+
 # top_p counts among what top_k left: 0.4 of 0.7 is 0.57.
 def test_top_p_after_top_k() -> None:
     logits = np.log([0.2, 0.4, 0.1, 0.3]).tolist()

@@ -186,6 +186,17 @@ def test_any_bytes_come_back(data: bytes) -> None:
     assert tokenizer.decode(ids.tolist()) == data.decode("utf-8", "replace")
 
 
+# A lone surrogate replaced: its three bytes (not UTF-8, so bytes) would come back as a question mark.
+def test_lone_surrogates_are_three_bytes() -> None:
+    tokenizer, _ = trained()
+    for code in (0xD800, 0xDC80, 0xDFFF):
+        data = b"a" + bytes([0xED, 0x80 | code >> 6 & 0x3F, 0x80 | code & 0x3F]) + b" b"
+        ids = tokenizer.encode(f"a{chr(code)} b")
+        assert tokenizer.decode_bytes(ids) == data
+        assert ids.tolist() == tokenizer.encode(data).tolist()
+    assert Tokenizer.train(["\ud800" * 9], 258, []).merges == Tokenizer.train([b"\xed\xa0\x80" * 9], 258, []).merges
+
+
 # A merge applied out of order, a cached word that answers for another one, a special token made from typed text.
 @given(BYTES)
 @settings(max_examples=300, deadline=None)

@@ -72,3 +72,9 @@ def test_long_documents_are_cut_at_a_character() -> None:
     assert train_bpe.sample(["a\u20ac\u20ac"], 6) == ["a\u20ac".encode()]
     assert train_bpe.sample(["\u20ac"], 2) == [b""]
     assert train_bpe.sample(["abcdef", "gh"], 4) == [b"abcd"]
+
+
+# A lone surrogate replaced by a question mark, or an error: JSON can hold one, and UTF-8 has no bytes for it.
+def test_sample_keeps_lone_surrogates() -> None:
+    assert train_bpe.sample(["a\ud800b"], 10) == [b"a\xed\xa0\x80b"]
+    assert train_bpe.sample(["a\ud800b"], 3) == [b"a"]
