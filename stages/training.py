@@ -121,7 +121,8 @@ class _Sitting:
             if due(self.step, training.checkpoint_every, training.steps) or self.step == self.resume.work.trunk_steps:
                 self.save()
             elif time.perf_counter() >= self._write_at:
-                self._write_curves()
+                with suppress(ValueError):  # a preview; with the next state the same files must be written
+                    self._write_curves()
             left_s = self._speed.left_s(training.steps - self.step, time.perf_counter() - self._begun)
             bpb = self.record.val[-1][2] if self.record.val else None
             self.display.update(Progress(self.step, training.steps, **asdict(outcome), lr=lr, tokens_per_s=tokens_per_s,

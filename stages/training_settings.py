@@ -70,10 +70,11 @@ class Pretrain(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(bool(self.init_from), "pretrain.init_from", f"a checkpoint's folder, or {NOTHING}", self.init_from)
-        if Path("data/pretrain").resolve() in (Path(self.init_from).resolve(), *Path(self.init_from).resolve().parents):
+        path = Path(self.init_from).resolve()
+        if not {Path("data", stage).resolve() for stage in ("pretrain", "sft")}.isdisjoint([path, *path.parents]):
             raise ValueError(
-                f"pretrain.init_from: DVC deletes {self.init_from} before pretrain starts: keep a copy (cp -r {self.init_from} "
-                "models/first) and set pretrain.init_from=models/first"
+                f"pretrain.init_from: {self.init_from} is made anew by this pipeline, and DVC deletes it before: keep a copy "
+                f"(cp -r {self.init_from} models/first) and set pretrain.init_from=models/first"
             )
 
     @property
