@@ -1,6 +1,6 @@
-"""What a training run shows while it runs and what it leaves behind: a display, curves, samples and provenance.
+"""What a training run shows while it runs and what it leaves behind: a display, curves, samples, speed and provenance.
 
-None of it is in the checkpoint: times and machines differ where weights don't.
+Curves and samples are the same bytes for the same run. Speed and provenance hold times and machines, so DVC tracks neither.
 """
 
 import io
@@ -26,28 +26,58 @@ from rich.text import Text
 
 from stages.text_files import write_text
 
-TRAIN_COLUMNS = ("step", "loss", "total_loss", "lr", "grad_norm", "tokens_per_s")
+TRAIN_COLUMNS = ("step", "loss", "total_loss", "lr", "grad_norm")
 VAL_COLUMNS = ("step", "val_loss", "val_bpb")
-MOST_ROWS = 1000  # of the training curve: enough for any plot, and Git keeps it
+SPEED_COLUMNS = ("step", "tokens_per_s")
+MOST_ROWS = 1000  # of the training curve, beside its first and newest step: enough for any plot, and Git keeps it
 PLAIN_LINES = 40  # of progress over a whole run, where there is no terminal
 LIBRARIES = ("numpy", "numba", "llvmlite", "cupy-cuda13x", "cupy-cuda12x")  # those that compute
+
+
+Rows = list[Sequence[float]]
+
+
+def add_row(rows: Rows, row: Sequence[float]) -> None:
+    """Appends a step's row to a curve and thins the curve: rows have the step first and come in its order.
+
+    A curve holds its first step, its newest one, and each step that `every` divides. `every` is the least power of two with
+    at most MOST_ROWS such steps. So the rows depend on the steps done alone, not on how many are to come.
+    """
+    step = int(row[0])
+    every, before = _every(step), _every(step - 1)
+    if every != before:
+        rows[:] = [old for old in rows if old[0] == 1 or old[0] % every == 0]
+    elif rows and rows[-1][0] != 1 and rows[-1][0] % every:
+        rows.pop()
+    rows.append(row)
+
+
+def _every(step: int) -> int:
+    every = 1
+    while step // every > MOST_ROWS:
+        every *= 2
+    return every
 
 
 @dataclass
 class Record:
     """What a run has to show so far. It travels in the resume state, so a resumed run's curves are whole.
 
+    The first three are the same for the same run, however often it was stopped. The others tell of its sittings.
+
     Args:
         train: rows of TRAIN_COLUMNS.
         val: rows of VAL_COLUMNS.
         samples: (step, text) of each sample.
+        speed: rows of SPEED_COLUMNS.
         seconds: of training, validation and sampling, over all sittings.
         resumed_at: the step of each resumption.
     """
 
-    train: list[Sequence[float]] = field(default_factory=list)
-    val: list[Sequence[float]] = field(default_factory=list)
+    train: Rows = field(default_factory=list)
+    val: Rows = field(default_factory=list)
     samples: list[tuple[int, str]] = field(default_factory=list)
+    speed: Rows = field(default_factory=list)
     seconds: float = 0.0
     resumed_at: list[int] = field(default_factory=list)
 
@@ -59,6 +89,10 @@ class Record:
         """Writes train.csv and val.csv, each whole."""
         write_csv(folder / "train.csv", TRAIN_COLUMNS, self.train)
         write_csv(folder / "val.csv", VAL_COLUMNS, self.val)
+
+    def write_speed(self, path: Path) -> None:
+        """Writes the speed of the same steps."""
+        write_csv(path, SPEED_COLUMNS, self.speed)
 
     def write_samples(self, path: Path) -> None:
         """Writes every sample under its step."""

@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kernels.config import Mlp, ModelConfig, Norm, Numerics, Optimizer, Position
+from kernels.config import Mlp, ModelConfig, Norm, Numerics, Position
 from stages.corpus import Conversations, Corpus, check_watched
 from stages.overrides import apply_overrides
 from stages.schema import build, check
+from stages.training_settings import Pretrain, Sft
 
 BYTES = 256  # the part of every vocabulary that is not learned
 
@@ -75,69 +76,6 @@ class Model:
     def config(self, vocab_size: int) -> ModelConfig:
         """The model for a tokenizer of vocab_size ids."""
         return ModelConfig(vocab_size=vocab_size, **{field.name: getattr(self, field.name) for field in fields(self)})
-
-
-@dataclass(frozen=True)
-class Training:
-    """What pretrain and sft have in common: the length of the run, its optimizer and how often it reports."""
-
-    seed: int
-    steps: int
-    micro_batch: int
-    grad_accum_steps: int
-    optimizer: Optimizer
-    schedule: Literal["cosine", "wsd"]
-    lr: float
-    min_lr: float
-    warmup_steps: int
-    cooldown_steps: int
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
-    grad_clip: float
-    mtp_weights: tuple[float, ...]
-    val_every: int
-    sample_every: int
-    checkpoint_every: int
-
-    def __post_init__(self) -> None:
-        section = type(self).__name__.lower()
-
-        def require(name: str, ok: bool, expected: str) -> None:
-            check(ok, f"{section}.{name}", expected, getattr(self, name))
-
-        require("seed", self.seed >= 0, "at least 0")
-        for name in ("steps", "micro_batch", "grad_accum_steps", "val_every", "sample_every", "checkpoint_every"):
-            require(name, getattr(self, name) >= 1, "at least 1")
-        require("lr", self.lr > 0, "a number above 0")
-        require("min_lr", 0 <= self.min_lr <= self.lr, f"0 to {section}.lr = {self.lr}")
-        require("warmup_steps", 0 <= self.warmup_steps <= self.steps, f"0 to {section}.steps = {self.steps} (set both)")
-        if self.schedule == "cosine":
-            require("cooldown_steps", self.cooldown_steps == 0, f"0 with {section}.schedule=cosine (only wsd cools down)")
-        most = self.steps - self.warmup_steps
-        require("cooldown_steps", 0 <= self.cooldown_steps <= most, f"0 to steps - warmup_steps = {most}")
-        for name in ("beta1", "beta2"):
-            require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        for name in ("weight_decay", "grad_clip"):
-            require(name, getattr(self, name) >= 0, "at least 0")
-        require("eps", self.eps > 0, "a number above 0")
-        require("mtp_weights", all(weight >= 0 for weight in self.mtp_weights), "weights of at least 0")
-        require("mtp_weights", bool(self.mtp_weights) and self.mtp_weights[0] > 0, "a first weight (next token) above 0")
-
-
-@dataclass(frozen=True)
-class Pretrain(Training):
-    """conf/pretrain."""
-
-    within_documents: bool
-
-
-@dataclass(frozen=True)
-class Sft(Training):
-    """conf/sft."""
-
-    too_long: Literal["drop", "cut"]
 
 
 @dataclass(frozen=True)

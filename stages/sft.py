@@ -15,11 +15,13 @@ from kernels.generation import Sampling, generate
 from kernels.memory import plan, report
 from stages.checkpoint import load
 from stages.conversations import END, PAD, read_conversations, render_all, render_prompt, special_id
+from stages.interrupt import Interrupt
 from stages.packing import EvalConversations, SftBatches
 from stages.program import stage_main
 from stages.settings import Settings
 from stages.tokenizer import Tokenizer
-from stages.training import Outs, Task, Validation, announce, held_out_nats, run_stage
+from stages.training import Outs, Task, Validation, announce, run_stage
+from stages.updates import held_out_nats
 
 SAMPLE_TOKENS = 64
 
@@ -32,19 +34,20 @@ def run(
     train: Path = Path("data/download/conversations.train.jsonl.zst"),
     val: Path = Path("data/download/conversations.val.jsonl.zst"),
     checkpoint: Path = Path("data/sft/checkpoint"),
-    log: Path = Path("data/sft/log"),
+    samples: Path = Path("data/sft/samples.txt"),
     curves: Path = Path("data/sft/curves"),
+    speed: Path = Path("data/sft/speed.csv"),
 ) -> None:
     """Trains the base model on the conversations.
 
     Args:
         settings: sft, numerics and runtime are used; the model is the checkpoint's.
         tokenizer, base, train, val: what it reads.
-        checkpoint, log, curves: the folders it writes.
+        checkpoint, samples, curves, speed: what it writes.
 
     Raises:
         ValueError: base model and tokenizer or weights of heads don't belong together, no conversation fits, or training failed.
-        KeyboardInterrupt: Ctrl-C, after the state was saved.
+        SystemExit: Ctrl-C, after the state was saved.
     """
     words, training = Tokenizer.load(tokenizer), settings.sft
     start = load(base, words.sha256)
@@ -70,17 +73,17 @@ def run(
     question = next(filter(None, beginnings), [{"role": "user", "content": "Hello."}])
     prompt = render_prompt(question, words)[-(config.context // 2) :]  # leaves room for an answer
 
-    def validate() -> Validation:
-        nats, targets = held_out_nats(engine, (windows.batch(index) for index in range(len(windows))))
+    def validate(interrupt: Interrupt) -> Validation:
+        nats, targets = held_out_nats(engine, interrupt.checked(windows.batch(index) for index in range(len(windows))))
         return Validation(nats / targets, nats / math.log(2) / answer_bytes)
 
-    def sample(seed: int) -> str:
+    def sample(seed: int, interrupt: Interrupt) -> str:
         sampling = Sampling(temperature=0.8, top_k=50, seed=seed)
         answer = generate(engine, prompt.tolist(), sampling, max_tokens=SAMPLE_TOKENS, stop=[special_id(words, END)])
-        return f"{question[-1]['content']} -> {words.decode(answer)}"
+        return f"{question[-1]['content']} -> {words.decode(interrupt.checked(answer))}"
 
     run_stage("sft", settings, training, engine, config, words.sha256, Task(batches, validate, sample),
-              deps=[tokenizer, base, train, val], outs=Outs(checkpoint, log, curves))  # fmt: skip
+              deps=[tokenizer, base, train, val], outs=Outs(checkpoint, samples, curves, speed))  # fmt: skip
 
 
 def main() -> None:

@@ -1,31 +1,31 @@
-"""The one training loop, for pretrain, sft and whatever comes after.
+"""The one training loop, for pretrain, sft and whatever comes after: updates, validations, samples and states.
 
-A step is one update: grad_accum_steps micro-batches, gradients added up, one update by AdamW or Muon. The loss of an update is
-
-    loss = sum_k mtp_weights[k] * sum(weight_k * nll_k) / sum(weight_k)
-
-over the whole update, so accumulating over small micro-batches is the same as one large one, whatever part of each counts.
+What a run leaves is the same however often it was stopped. So a state holds whole steps, and what an interrupt cuts off is
+done again after the resume.
 """
 
 import math
-import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
 
 import numpy as np
 
-from kernels.batch import Batch, head_weight_sums
 from kernels.config import ModelConfig
 from kernels.engine import AdamW, Engine
 from stages import checkpoint
 from stages.batches import Ahead, Batches
-from stages.checkpoint import ResumeFolder, State, fingerprint, resume_root, sources
-from stages.metrics import MOST_ROWS, Display, Progress, Record, Speed, now, open_display, versions, write_provenance
-from stages.settings import Settings, Training
+from stages.interrupt import EXIT_CODE, Interrupt, Interrupted
+from stages.metrics import Display, Progress, Record, Speed, add_row, now, open_display, versions, write_provenance
+from stages.resume import ResumeFolder, State, Work, fingerprint, resume_root, sources
+from stages.settings import Settings
+from stages.training_settings import Training
+from stages.updates import Outcome, learning_rate, train_step
+
+LIVE_S = 5.0  # seconds between two writes of the curves while a run is under way
 
 
 @dataclass(frozen=True)
@@ -42,192 +42,178 @@ class Task:
 
     Args:
         batches: what to train on.
-        validate: measures the model on held-out text.
-        sample: writes something with the model; the argument is a seed.
+        validate: measures the model on held-out text, with a check of the interrupt before each batch.
+        sample: writes something with the model, with a check before each token; the first argument is a seed.
     """
 
     batches: Batches
-    validate: Callable[[], Validation]
-    sample: Callable[[int], str]
+    validate: Callable[[Interrupt], Validation]
+    sample: Callable[[int, Interrupt], str]
 
 
 @dataclass(frozen=True)
 class Outs:
-    """The folders a training stage writes."""
+    """What a training stage writes.
+
+    Args:
+        checkpoint: folder of the model.
+        samples: text file.
+        curves: folder of train.csv and val.csv.
+        speed: CSV file; no out for DVC, since it differs from run to run.
+    """
 
     checkpoint: Path
-    log: Path
+    samples: Path
     curves: Path
+    speed: Path
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One update: `loss` of head 0 and `total_loss` over all heads in nats, `grad_norm` before clipping."""
-
-    loss: float
-    total_loss: float
-    grad_norm: float
+def due(step: int, every: int, steps: int) -> bool:
+    """Whether what comes every so many steps, and at the end of a run of `steps`, comes after this step."""
+    return step == steps or (step > 0 and step % every == 0)
 
 
-def learning_rate(step: int, training: Training) -> float:
-    """The learning rate of update `step`, counted from 0.
+class _Sitting:
+    """What one process does of a run: train's arguments, and how far it has come."""
 
-    Warm-up rises linearly and is never 0: (step + 1) / warmup_steps. Then cosine falls along half a cosine towards min_lr,
-    which the step after the last would have; wsd stays, and falls linearly over the last cooldown_steps likewise.
-    """
-    warm = min(1.0, (step + 1) / max(1, training.warmup_steps))
-    if training.schedule == "cosine":
-        gone = (step - training.warmup_steps) / max(1, training.steps - training.warmup_steps)
-        share = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, gone))))
-    else:
-        share = min(1.0, (training.steps - step) / max(1, training.cooldown_steps))
-    return warm * (training.min_lr + (training.lr - training.min_lr) * share)
+    def __init__(
+        self, engine: Engine, training: Training, task: Task, resume: ResumeFolder, display: Display, outs: Outs
+    ) -> None:  # fmt: skip
+        self.engine, self.training, self.task, self.resume, self.display = engine, training, task, resume, display
+        self.outs, self.step, self.record = outs, 0, Record()
+        self._restore()
+        self.saved = True  # whether the newest state holds all there is
+        self._speed, self._begun, self._before_s = Speed(), time.perf_counter(), self.record.seconds
+        self._write_at = self._begun + LIVE_S
+
+    def _restore(self) -> None:
+        """Puts the newest state into the engine; what only the end of a shorter run has shown is left out."""
+        state, training = self.resume.load(), self.training
+        if state is None:
+            return
+        full = "exp_avg" in state.arrays
+        self.engine.load_state(state.arrays if full else {**self.engine.state(), **state.arrays})
+        self.step, self.record = state.step, Record(**state.record)
+        self.record.val = [row for row in self.record.val if due(int(row[0]), training.val_every, training.steps)]
+        self.record.samples = [one for one in self.record.samples if due(one[0], training.sample_every, training.steps)]
+        self.record.resumed_at.append(state.step)
+
+    def go_on(self, interrupt: Interrupt) -> None:
+        """Trains to the last step and saves it.
+
+        Raises:
+            Interrupted: at a point from which `save` saves the last finished step.
+        """
+        self._report(interrupt)  # what an interrupt has left undone
+        training = self.training
+        optimizer = AdamW(training.beta1, training.beta2, training.eps, training.weight_decay, training.grad_clip)
+        ahead = Ahead(self.task.batches, training.grad_accum_steps, training.steps, len(training.mtp_weights))
+        while self.step < training.steps:
+            interrupt.check()
+            begun, lr = time.perf_counter(), learning_rate(self.step, training)
+            batches, meanwhile = ahead.of(self.step), partial(ahead.fetch, self.step + 1)
+            outcome = train_step(self.engine, batches, training.mtp_weights, optimizer, lr, meanwhile, interrupt.section)
+            tokens_per_s = training.grad_accum_steps * batches[0].tokens.size / self._speed.add(time.perf_counter() - begun)
+            self.step, self.saved = self.step + 1, False
+            self._check_finite(outcome, lr)
+            add_row(self.record.train, (self.step, outcome.loss, outcome.total_loss, lr, outcome.grad_norm))
+            add_row(self.record.speed, (self.step, tokens_per_s))
+            self._report(interrupt)
+            if due(self.step, training.checkpoint_every, training.steps) or self.step == self.resume.work.trunk_steps:
+                self.save()
+            elif time.perf_counter() >= self._write_at:
+                with suppress(ValueError):  # a preview; with the next state the same files must be written
+                    self._write_curves()
+            left_s = self._speed.left_s(training.steps - self.step, time.perf_counter() - self._begun)
+            bpb = self.record.val[-1][2] if self.record.val else None
+            self.display.update(Progress(self.step, training.steps, **asdict(outcome), lr=lr, tokens_per_s=tokens_per_s,
+                                         left_s=left_s, val_bpb=bpb))  # fmt: skip
+        self.save()
+
+    def _report(self, interrupt: Interrupt) -> None:
+        """The validation and the sample that are due after this step, unless the record has them."""
+        step, training, record = self.step, self.training, self.record
+        if due(step, training.val_every, training.steps) and not (record.val and record.val[-1][0] == step):
+            with interrupt.section():
+                result = self.task.validate(interrupt)
+            record.val.append((step, result.loss, result.bits_per_byte))
+            self.saved = False
+            self.display.say(f"step {step}  val loss {result.loss:.4f}  val bits/byte {result.bits_per_byte:.4f}")
+        if due(step, training.sample_every, training.steps) and not (record.samples and record.samples[-1][0] == step):
+            with interrupt.section():
+                text = self.task.sample(training.seed + step, interrupt)
+            record.samples.append((step, text))
+            self.saved = False
+            self.display.say(f"step {step}  sample: {text!r}")
+
+    def save(self) -> None:
+        """Saves the last finished step and its curves, unless the newest state holds them.
+
+        The state of a run's end lacks the moments, which no update will read, unless a longer run can go on from it.
+        """
+        if self.saved:
+            return
+        arrays = self.engine.state()
+        if not np.isfinite(arrays["parameters"]).all():
+            raise ValueError(f"step {self.step}: {self.engine.first_nonfinite()} is not finite; {self._remedy()}")
+        if self.step == self.training.steps != self.resume.work.trunk_steps:
+            arrays = {name: array for name, array in arrays.items() if not name.startswith("exp_avg")}
+        self.record.seconds = self._before_s + time.perf_counter() - self._begun
+        self.resume.save(State(self.step, arrays, self.record.to_dict()))
+        self.saved = True
+        self._write_curves()
+
+    def _write_curves(self) -> None:
+        """Writes the curves so far; the next time when LIVE_S have passed, or a hundred times what writing took."""
+        begun = time.perf_counter()
+        self.record.write_curves(self.outs.curves)
+        self.record.write_speed(self.outs.speed)
+        done = time.perf_counter()
+        self._write_at = done + max(LIVE_S, 100 * (done - begun))
+
+    def _check_finite(self, outcome: Outcome, lr: float) -> None:
+        """Stops the run at the first loss or gradient norm that is not a number."""
+        if not (math.isfinite(outcome.total_loss) and math.isfinite(outcome.grad_norm)):
+            raise ValueError(
+                f"step {self.step}: loss {outcome.loss}, learning rate {lr:.3g}, gradient norm {outcome.grad_norm}, first bad "
+                f"tensor {self.engine.first_nonfinite() or 'none'}: not finite; {self._remedy()}"
+            )
+
+    def _remedy(self) -> str:
+        return f"last good checkpoint {self.resume.newest() or 'none'}; try a lower lr or a longer warm-up"
 
 
-def train_step(
-    engine: Engine, batches: Sequence[Batch], mtp_weights: Sequence[float], optimizer: AdamW, lr: float,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> Outcome:  # fmt: skip
-    """One update over these micro-batches; `meanwhile` is engine.update's.
-
-    Raises:
-        ValueError: no target of head 0 counts in any of them.
-    """
-    weights = np.asarray(mtp_weights, np.float64)
-    sums = np.sum([head_weight_sums(batch, len(weights)) for batch in batches], axis=0)
-    if not sums[0] > 0:
-        raise ValueError("an update without a single target that counts: every loss weight of its micro-batches is 0")
-    per_weight = np.divide(1.0, sums, out=np.zeros_like(sums), where=sums > 0)  # 0: a head that has nothing to learn here
-    for batch in batches:
-        engine.micro_step(batch, weights * per_weight)
-    engine.reduce()
-    update = engine.update(optimizer, lr, meanwhile)
-    losses = update.nll_sums * per_weight
-    return Outcome(float(losses[0]), float(weights @ losses), float(update.grad_norm))
-
-
-def held_out_nats(engine: Engine, batches: Iterable[Batch]) -> tuple[float, float]:
-    """(sum of weight * nll, sum of weight) of head 0 over held-out batches, summed in float64."""
-    nats = targets = 0.0
-    for batch in batches:
-        nats += float(np.sum(engine.score(batch) * batch.loss_weight, dtype=np.float64))
-        targets += float(np.sum(batch.loss_weight, dtype=np.float64))
-    return nats, targets
-
-
-class Interrupt:
-    """Turns Ctrl-C or SIGTERM into a request that the loop answers when its step is done; a second one stops at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __enter__(self) -> "Interrupt":
-        self._before = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-
-
-def train(engine: Engine, training: Training, task: Task, *, resume: ResumeFolder, display: Display, curves: Path) -> Record:
+def train(engine: Engine, training: Training, task: Task, *, resume: ResumeFolder, display: Display, outs: Outs) -> Record:
     """Trains from the newest resume state, or from where the engine stands, to training.steps.
 
     Args:
         engine: holds the initial weights; afterwards the trained ones.
         training: how long, how fast and how often to report.
         task: data, validation, samples.
-        resume: open folder of this run's states; a state is saved every checkpoint_every steps, at Ctrl-C and at the end.
+        resume: open folder of this run's states. A state is saved every checkpoint_every steps, before wsd's cool-down, at
+            Ctrl-C and at the end.
         display: where progress is shown.
-        curves: folder of the CSV curves, written with each state.
+        outs: its curves and speed are written every few seconds and with each state.
 
     Returns:
         All that the run has to show, also of sittings before this one.
 
     Raises:
-        ValueError: a loss or gradient is not finite; nothing is saved from then on.
-        KeyboardInterrupt: Ctrl-C; the state is saved.
+        ValueError: a loss, gradient or weight is not finite; nothing is saved from then on.
+        SystemExit: Ctrl-C or SIGTERM; the last finished step is saved. No KeyboardInterrupt, which the caller would name anew.
     """
-    optimizer = AdamW(training.beta1, training.beta2, training.eps, training.weight_decay, training.grad_clip)
-    step, record = _restore(engine, resume, display)
-    begun, before_s, speed = time.perf_counter(), record.seconds, Speed()
-    accum, every = training.grad_accum_steps, math.ceil(training.steps / MOST_ROWS)
-    ahead = Ahead(task.batches, accum, training.steps, len(training.mtp_weights))
-    with Interrupt() as interrupt:
-        while step < training.steps:
-            step_begun, lr = time.perf_counter(), learning_rate(step, training)
-            batches = ahead.of(step)
-            outcome = train_step(engine, batches, training.mtp_weights, optimizer, lr, partial(ahead.fetch, step + 1))
-            step_s = speed.add(time.perf_counter() - step_begun)
-            tokens_per_s = accum * batches[0].tokens.size / step_s
-            step += 1
-            last, stopping = step == training.steps, interrupt.requested
-            saving = last or stopping or step % training.checkpoint_every == 0
-            _check_finite(engine, outcome, step, lr, resume, weights=saving)
-            if step == 1 or last or step % every == 0:
-                row = (step, outcome.loss, outcome.total_loss, lr, outcome.grad_norm, tokens_per_s)
-                record.train.append(row)
-            if last or step % training.val_every == 0:
-                _validate(task, record, step, display)
-            if last or step % training.sample_every == 0:
-                _sample(task, record, step, training.seed, display)
-            here_s = time.perf_counter() - begun
-            record.seconds = before_s + here_s
-            if saving:
-                resume.save(State(step, engine.state(), record.to_dict()))
-                record.write_curves(curves)
-            left_s = speed.left_s(training.steps - step, here_s)
-            bpb = record.val[-1][2] if record.val else None
-            display.update(Progress(step, training.steps, **asdict(outcome), lr=lr, tokens_per_s=tokens_per_s,
-                                    left_s=left_s, val_bpb=bpb))  # fmt: skip
-            if stopping:
-                display.say(f"interrupted: step {step} is saved; the same command goes on from there")
-                raise KeyboardInterrupt
-    if interrupt.requested:  # while the last step was being validated or saved: the stages behind this one must not start
-        raise KeyboardInterrupt
-    return record
-
-
-def _restore(engine: Engine, resume: ResumeFolder, display: Display) -> tuple[int, Record]:
-    """Puts the newest state into the engine; its step and record."""
-    state = resume.load()
-    if state is None:
-        return 0, Record()
-    engine.load_state(state.arrays)
-    record = Record(**state.record)
-    record.resumed_at.append(state.step)
-    display.say(f"resumed at step {state.step} from {resume.folder}")
-    return state.step, record
-
-
-def _check_finite(
-    engine: Engine, outcome: Outcome, step: int, lr: float, resume: ResumeFolder, *, weights: bool
-) -> None:  # fmt: skip
-    """Stops the run at the first loss or gradient norm that is not a number; with `weights`, at the first weight as well."""
-    finite = math.isfinite(outcome.total_loss) and math.isfinite(outcome.grad_norm)
-    bad = engine.first_nonfinite() if weights or not finite else None
-    if not finite or bad:
-        raise ValueError(
-            f"step {step}: loss {outcome.loss}, learning rate {lr:.3g}, gradient norm {outcome.grad_norm}, first bad tensor "
-            f"{bad or 'none'}: not finite; last good checkpoint {resume.newest() or 'none'}; try a lower lr or a longer warm-up"
-        )
-
-
-def _validate(task: Task, record: Record, step: int, display: Display) -> None:
-    result = task.validate()
-    record.val.append((step, result.loss, result.bits_per_byte))
-    display.say(f"step {step}  val loss {result.loss:.4f}  val bits/byte {result.bits_per_byte:.4f}")
-
-
-def _sample(task: Task, record: Record, step: int, seed: int, display: Display) -> None:
-    text = task.sample(seed + step)
-    record.samples.append((step, text))
-    display.say(f"step {step}  sample: {text!r}")
+    sitting = _Sitting(engine, training, task, resume, display, outs)
+    with Interrupt(display.say, cuts=engine.device == "cpu") as interrupt:
+        with suppress(Interrupted):
+            sitting.go_on(interrupt)
+        if interrupt.requested:
+            sitting.save()
+            nothing = "interrupted before the first step was finished: nothing to save; the same command starts over"
+            saved = f"interrupted: step {sitting.step} is saved; the same command goes on from there"
+            display.say(saved if sitting.step else nothing)
+    if interrupt.requested:  # also after the last step: the stages behind this one must not start
+        raise SystemExit(EXIT_CODE)
+    return sitting.record
 
 
 def announce(name: str, engine: Engine, config: ModelConfig) -> None:
@@ -253,23 +239,27 @@ def run_stage(
         outs: where it writes.
 
     Raises:
-        ValueError, KeyboardInterrupt: see train.
+        ValueError, SystemExit: see train.
     """
     started = now()
-    parameters = {"model": config.to_dict(), name: asdict(training), "numerics": asdict(settings.numerics)}
-    place = {"device": engine.device, "versions": versions()}
-    values = {"stage": name, "parameters": parameters, **place}
-    key = fingerprint([*deps, *sources(name)], values)
-    display = open_display(settings.runtime.display, name)
-    with display, ResumeFolder(key, resume_root(), display.say) as resume:
-        record = train(engine, training, task, resume=resume, display=display, curves=outs.curves)
+    of_stage = {key: value for key, value in asdict(training).items() if key not in ("steps", "cooldown_steps")}
+    parameters = {"model": config.to_dict(), name: of_stage, "numerics": asdict(settings.numerics)}
+    values = {"stage": name, "parameters": parameters, "device": engine.device, "versions": versions()}
+    trunk = fingerprint([*deps, *sources(name)], values)
+    work = Work(name, trunk, training.steps, training.steps - training.cooldown_steps if training.schedule == "wsd" else 0)
+    display, own = open_display(settings.runtime.display, name), resume_root().parent / "runs" / f"{name}-{work.fingerprint}"
+    with display, ResumeFolder(work, resume_root(), display.say) as resume:
+        record = train(engine, training, task, resume=resume, display=display, outs=outs)
         checkpoint.save(outs.checkpoint, engine.weights(), config, tokenizer_sha256)
         record.write_curves(outs.curves)
-        record.write_samples(outs.log / "samples.txt")
-        write_provenance(
-            outs.log / "provenance.json", stage=name, fingerprint=key, started=started, ended=now(),
-            seconds=round(record.seconds, 1), resumed_at=record.resumed_at, device=engine.device,
-            engine=engine.describe(), parameters=asdict(settings),
-        )  # fmt: skip
+        record.write_samples(outs.samples)
+        for path in (outs.speed, own / "speed.csv"):
+            record.write_speed(path)
+        if not (resume.finished and (own / "provenance.json").exists()):  # else it tells of the sittings that made this model
+            write_provenance(
+                own / "provenance.json", stage=name, fingerprint=work.fingerprint, started=started, ended=now(),
+                seconds=round(record.seconds, 1), resumed_at=record.resumed_at, device=engine.device,
+                engine=engine.describe(), parameters=asdict(settings),
+            )  # fmt: skip
         resume.finish()
-        display.say(f"{name}: done, checkpoint in {outs.checkpoint}")
+        display.say(f"{name}: done, checkpoint in {outs.checkpoint}, where it comes from in {own}")

@@ -24,6 +24,7 @@ MODULES = (
     "corpus",
     "encoding",
     "hub",
+    "interrupt",
     "local_files",
     "merges",
     "metrics",
@@ -34,6 +35,7 @@ MODULES = (
     "preflight",
     "pretokenizer",
     "program",
+    "resume",
     "schema",
     "scoring",
     "settings",
@@ -43,7 +45,9 @@ MODULES = (
     "tokenizer",
     "tokenizer_file",
     "training",
+    "training_settings",
     "unicode_classes",
+    "updates",
 )
 
 # Files of kernels/cpu that are not an operation of their own, and operations without a backward pass.
@@ -52,7 +56,7 @@ ONE_FUNCTION = ("adamw", "fp8", "grad_norm", "muon", "sampling")
 FORWARD_ONLY = ("decode_attention", "weighted_sum")
 
 # What dvc.yaml's deps leave out: settings hand on nothing but the values that `params` tracks, program starts a stage or not.
-UNTRACKED = ("stages/settings.py", "stages/program.py")
+UNTRACKED = ("stages/settings.py", "stages/training_settings.py", "stages/program.py")
 
 FILE_LINES, TEST_LINES, FUNCTION_LINES = 300, 500, 80
 LONG_FILES: dict[str, int] = {}

@@ -9,7 +9,19 @@ import pytest
 from rich.console import Console
 
 from stages import metrics
-from stages.metrics import LiveDisplay, PlainDisplay, Progress, Record, Speed, duration, open_display, write_csv
+from stages.metrics import (
+    MOST_ROWS,
+    LiveDisplay,
+    PlainDisplay,
+    Progress,
+    Record,
+    Rows,
+    Speed,
+    add_row,
+    duration,
+    open_display,
+    write_csv,
+)
 
 
 def progress(step: int, steps: int = 1000, val_bpb: float | None = 2.5) -> Progress:
@@ -71,15 +83,42 @@ def test_duration(seconds: float, text: str) -> None:
 
 def test_record_survives_json(tmp_path: Path) -> None:
     """Would catch curves that a resumed run loses or writes differently."""
-    record = Record([(1, 3.5, 4.0, 1e-3, 0.5, 100.0)], [(1, 3.25, 2.5)], [(1, "\u00fc\n\u2028")], 1.5, [7])
+    record = Record([(1, 3.5, 4.0, 1e-3, 0.5)], [(1, 3.25, 2.5)], [(1, "\u00fc\n\u2028")], [(1, 100.0)], 1.5, [7])
     again = Record(**json.loads(json.dumps(record.to_dict())))
     for number, each in enumerate((record, again)):
         each.write_curves(tmp_path / str(number))
         each.write_samples(tmp_path / str(number) / "samples.txt")
-    for name in ("train.csv", "val.csv", "samples.txt"):
+        each.write_speed(tmp_path / str(number) / "speed.csv")
+    for name in ("train.csv", "val.csv", "samples.txt", "speed.csv"):
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
     assert (tmp_path / "0" / "val.csv").read_bytes() == b"step,val_loss,val_bpb\n1,3.25,2.5\n"
+    assert (tmp_path / "0" / "train.csv").read_bytes() == b"step,loss,total_loss,lr,grad_norm\n1,3.5,4,0.001,0.5\n"
+    assert (tmp_path / "0" / "speed.csv").read_bytes() == b"step,tokens_per_s\n1,100\n"
     assert (again.seconds, again.resumed_at) == (1.5, [7])
+
+
+def curve(steps: int, rows: Rows | None = None) -> Rows:
+    """A curve after so many steps, from where it stands."""
+    rows = [] if rows is None else rows
+    for step in range(int(rows[-1][0]) + 1 if rows else 1, steps + 1):
+        add_row(rows, (step, 1.0))
+    return rows
+
+
+@pytest.mark.parametrize("steps", [1, 2, 999, 1000, 1001, 1002, 1999, 2001, 2002, 4003, 10000])
+def test_a_curve_depends_on_the_steps_done_alone(steps: int) -> None:
+    """Would catch a CSV of a line a step, which Git keeps; a first or newest step that is not shown; and a curve that a run
+    of other steps, or a resumed one, has otherwise."""
+    every = 1
+    while steps // every > MOST_ROWS:
+        every *= 2
+    expected = sorted({1, steps, *range(every, steps + 1, every)})
+    rows = curve(steps)
+    assert [row[0] for row in rows] == expected and len(rows) <= MOST_ROWS + 2
+    for stop in (1, 7, 998, 1001, 1502, 2001):
+        if stop < steps:
+            resumed = json.loads(json.dumps(curve(stop)))
+            assert [row[0] for row in curve(steps, resumed)] == expected
 
 
 def test_csv_numbers_are_short_and_exact_where_whole(tmp_path: Path) -> None:

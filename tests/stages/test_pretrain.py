@@ -6,6 +6,7 @@ import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(corpus: Any, settings: Settings, name: str = "out") -> Path:
     """Runs the stage into a folder of the current one; returns that."""
     folder = Path(name)
-    outs = {out: folder / out for out in ("checkpoint", "log", "curves")}
+    outs = {out.partition(".")[0]: folder / out for out in ("checkpoint", "samples.txt", "curves", "speed.csv")}
     pretrain.run(settings, tokenizer=corpus.tokenizer, shards=corpus.shards, **outs)
     return folder
 
@@ -56,7 +57,7 @@ def kill() -> None:
     raise SystemExit("killed")
 
 
-def test_stage_writes_model_curves_and_log(corpus: Any, settings_with: Make) -> None:
+def test_stage_writes_model_curves_and_samples(corpus: Any, settings_with: Make) -> None:
     """Would catch an out that is missing or incomplete, a curve without its end, and a model that did not learn."""
     out = run(corpus, settings_with("pretrain.steps=40", "pretrain.val_every=20"))
     words = Tokenizer.load(corpus.tokenizer)
@@ -69,9 +70,12 @@ def test_stage_writes_model_curves_and_log(corpus: Any, settings_with: Make) -> 
     assert [int(row["step"]) for row in train] == list(range(1, 41)) and [int(row["step"]) for row in val] == [20, 40]
     assert float(train[-1]["loss"]) < float(train[0]["loss"]) - 0.5
     assert float(train[0]["loss"]) == pytest.approx(math.log(words.vocab_size), rel=0.1)
-    provenance = json.loads((out / "log" / "provenance.json").read_text(encoding="utf-8"))
+    provenance = json.loads(next(Path(".nanoeuler/runs").glob("pretrain-*/provenance.json")).read_text(encoding="utf-8"))
     assert provenance["device"] == "cpu" and provenance["parameters"]["pretrain"]["steps"] == 40 and provenance["seconds"] > 0
-    assert (out / "log" / "samples.txt").read_text(encoding="utf-8").count("=== step") == 4
+    assert (out / "samples.txt").read_text(encoding="utf-8").count("=== step") == 4
+    speed = (out / "speed.csv").read_bytes()
+    assert speed.startswith(b"step,tokens_per_s\n1,") and speed.count(b"\n") == 41
+    assert speed == next(Path(".nanoeuler/runs").glob("pretrain-*/speed.csv")).read_bytes()
 
 
 def test_bits_per_byte_are_those_of_every_token(corpus: Any, settings_with: Make) -> None:
@@ -96,26 +100,37 @@ def test_bits_per_byte_are_those_of_every_token(corpus: Any, settings_with: Make
     assert told == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
 
 
+def outs(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file that DVC hashes or git keeps."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "speed.csv")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
 def test_killed_and_resumed_gives_the_same_bytes(corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a checkpoint that shows that the run was stopped, and one that depends on time or folder."""
+    """Would catch an out that shows that the run was stopped, or that depends on time or folder: DVC would run it again where
+    its lock was put back."""
     whole = run(corpus, settings_with(), "whole")
     stopped_at(monkeypatch, 3, kill)
     monkeypatch.setenv("DVC_ROOT", "elsewhere")
     with pytest.raises(SystemExit):
         run(corpus, settings_with(), "parts")
     parts = run(corpus, settings_with(), "parts")
-    for name in (checkpoint.WEIGHTS, checkpoint.MODEL):
-        assert (whole / "checkpoint" / name).read_bytes() == (parts / "checkpoint" / name).read_bytes()
-    assert (whole / "curves" / "val.csv").read_bytes() == (parts / "curves" / "val.csv").read_bytes()
-    assert json.loads((parts / "log" / "provenance.json").read_text(encoding="utf-8"))["resumed_at"] == [2]
+    assert outs(whole) == outs(parts) and len(outs(whole)) == 5
+    provenance = next(Path("elsewhere/.nanoeuler/runs").glob("pretrain-*/provenance.json"))
+    assert json.loads(provenance.read_text(encoding="utf-8"))["resumed_at"] == [2]
 
 
 def test_only_the_same_work_is_resumed(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch a run that goes on from another learning rate's weights, or repeats what is done."""
-    run(corpus, settings_with(), "first")
+    """Would catch a run that goes on from another learning rate's weights, or repeats what is done; outs of finished work
+    that come back otherwise; and its provenance overwritten by the run that only wrote the outs again."""
+    first = run(corpus, settings_with(), "first")
+    provenance = next(Path(".nanoeuler/runs").glob("pretrain-*/provenance.json"))
+    told = provenance.read_bytes()
     capsys.readouterr()
-    run(corpus, settings_with(), "again")
-    assert "resumed at step 6" in capsys.readouterr().out
+    again = run(corpus, settings_with(), "again")
+    printed = capsys.readouterr().out
+    assert "resumed at step 6" in printed and "loss" not in printed
+    assert outs(again) == outs(first) and provenance.read_bytes() == told
     run(corpus, settings_with("pretrain.lr=0.001"), "other")
     assert "resumed" not in capsys.readouterr().out
 
@@ -123,17 +138,91 @@ def test_only_the_same_work_is_resumed(corpus: Any, settings_with: Make, capsys:
 def test_ctrl_c_exits_130_and_goes_on(
     corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch exit code 0 after Ctrl-C, which DVC would take for a finished stage."""
+    """Would catch exit code 0 after Ctrl-C, which DVC would take for a finished stage, and `interrupted` said twice."""
+    whole = run(corpus, settings_with(), "whole")
+    monkeypatch.setenv("DVC_ROOT", "elsewhere")
     stopped_at(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
 
     def stage(argv: list[str]) -> None:
         run(corpus, settings_with())
 
+    capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         command_main(stage)
     assert stopped.value.code == 130 and not Path("out/checkpoint").exists()
-    run(corpus, settings_with())
+    printed = "".join(capsys.readouterr())
+    assert printed.count("interrupted") == 1 and printed.count("Ctrl-C: saving") == 1
+    out = run(corpus, settings_with())
     assert "resumed at step 2" in capsys.readouterr().out  # whose third batch, of index 2, was fetched within step 2
+    assert outs(out) == outs(whole)
+
+
+def test_steps_of_a_wsd_run_can_be_raised(
+    corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a trunk that differs with the steps, a longer run that is not the one from scratch, and one that goes on
+    from other data or another learning rate."""
+    wsd = ("pretrain.schedule=wsd", "pretrain.cooldown_steps=2")
+    whole = run(corpus, settings_with(*wsd, "pretrain.steps=9"), "whole")
+    monkeypatch.setenv("DVC_ROOT", "elsewhere")
+    run(corpus, settings_with(*wsd), "short")
+    capsys.readouterr()
+    longer = run(corpus, settings_with(*wsd, "pretrain.steps=9"), "long")
+    assert "goes on from step 4 of an earlier run of 6 steps" in capsys.readouterr().out
+    assert outs(longer) == outs(whole)
+    run(corpus, settings_with(*wsd, "pretrain.steps=9", "pretrain.lr=0.001"), "other")
+    assert "goes on from" not in capsys.readouterr().out
+
+
+# --- init_from
+
+
+@pytest.fixture
+def first(corpus: Any, settings_with: Make) -> Path:
+    """A finished checkpoint, copied to where no stage writes."""
+    copytree(run(corpus, settings_with(), "base") / "checkpoint", "models/first")
+    return Path("models/first")
+
+
+def test_training_starts_with_a_checkpoint(
+    corpus: Any, settings_with: Make, first: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch random weights in place of the checkpoint's, moments or steps of its run, and a state resumed although the
+    checkpoint is another one."""
+    still = ("pretrain.lr=1e-12", f"pretrain.init_from={first}")
+    out = run(corpus, settings_with(*still), "still")
+    for name, array in checkpoint.load(out / "checkpoint").weights.items():
+        assert np.allclose(array, checkpoint.load(first).weights[name], rtol=0, atol=1e-9), name
+    with (out / "curves" / "train.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, 7)) and float(rows[0]["lr"]) < float(rows[1]["lr"])
+    capsys.readouterr()
+    copytree(run(corpus, settings_with("pretrain.steps=7"), "longer") / "checkpoint", first, dirs_exist_ok=True)
+    run(corpus, settings_with(*still), "again")
+    assert "resumed" not in capsys.readouterr().out.partition("starts with the weights of")[2]
+
+
+def test_a_checkpoint_of_another_model_is_refused(corpus: Any, settings_with: Make, first: Path, tmp_path: Path) -> None:
+    """Would catch NumPy's complaint about shapes, the same shapes under other settings, and ids that mean something else."""
+    start = f"pretrain.init_from={first}"
+    with pytest.raises(ValueError, match=r"init_from: models/first has another model: set model.heads=2 model.ffn=24$"):
+        run(corpus, settings_with(start, "model.heads=1", "model.ffn=28"))
+    with pytest.raises(ValueError, match=r"none/such/model.json: .* none; set pretrain.init_from to a folder with model.json"):
+        run(corpus, settings_with("pretrain.init_from=none/such"))
+    special = list(Tokenizer.load(corpus.tokenizer).special)
+    Tokenizer.train(["another text, another vocabulary"], 256 + len(special), special).save(tmp_path / "tokenizer.json")
+    other = type(corpus)(corpus.folder, tmp_path / "tokenizer.json", corpus.shards, corpus.train, corpus.val)
+    with pytest.raises(ValueError, match=r"models/first was trained with the tokenizer .*: set train_bpe.take to that model's"):
+        run(other, settings_with(start))
+
+
+@pytest.mark.parametrize("path", ["data/pretrain/checkpoint", "data/pretrain", "data/x/../pretrain/a", "data/sft/checkpoint", ""])
+def test_a_checkpoint_that_dvc_deletes_is_refused(settings_with: Make, path: str) -> None:
+    """Would catch hours of training lost: DVC empties data/pretrain before the stage can read it."""
+    expected = "deletes it before: .*cp -r .* models/first" if path else "expected a checkpoint's folder, or conf/none"
+    with pytest.raises(ValueError, match=f"^pretrain.init_from: .*{expected}"):
+        settings_with(f"pretrain.init_from='{path}'")
+    assert settings_with("pretrain.init_from=data/pretrained").pretrain.initial == Path("data/pretrained")
 
 
 def test_plan_is_printed_alone(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:

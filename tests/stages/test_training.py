@@ -2,6 +2,8 @@
 
 import math
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +15,12 @@ from kernels.batch import Batch
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import AdamW, Engine
 from stages import training as training_module
-from stages.checkpoint import ResumeFolder
-from stages.metrics import MOST_ROWS, PlainDisplay, Progress, Record
-from stages.settings import Training
-from stages.training import Task, Validation, held_out_nats, learning_rate, train, train_step
+from stages.interrupt import Interrupt
+from stages.metrics import PlainDisplay, Record
+from stages.resume import ResumeFolder, State, Work
+from stages.training import Outs, Task, Validation, train
+from stages.training_settings import Training
+from stages.updates import held_out_nats, learning_rate, train_step
 
 CONFIG = ModelConfig(vocab_size=40, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=12, mtp_heads=2)
 SETTINGS = Training(
@@ -57,19 +61,29 @@ class Data:
 
 
 def task(one: Engine, data: Data | None = None) -> Task:
-    def validate() -> Validation:
-        nats, targets = held_out_nats(one, [random_batch(1000), random_batch(1001)])
+    def validate(interrupt: Interrupt) -> Validation:
+        nats, targets = held_out_nats(one, interrupt.checked([random_batch(1000), random_batch(1001)]))
         return Validation(nats / targets, nats)
 
-    return Task(data or Data(), validate, lambda seed: f"sample {seed}")
+    return Task(data or Data(), validate, lambda seed, interrupt: f"sample {seed}")
+
+
+def work(settings: Training = SETTINGS) -> Work:
+    """As run_stage makes it; all runs here have the same trunk."""
+    before = settings.steps - settings.cooldown_steps if settings.schedule == "wsd" else 0
+    return Work("pretrain", "trunk", settings.steps, before)
+
+
+def outs(folder: Path) -> Outs:
+    return Outs(folder / "checkpoint", folder / "samples.txt", folder / "curves", folder / "speed.csv")
 
 
 def run(
-    folder: Path, data: Data | None = None, settings: Training = SETTINGS, one: Engine | None = None
+    folder: Path, data: Data | None = None, settings: Training = SETTINGS, one: Engine | None = None, of: Task | None = None
 ) -> tuple[Engine, Record]:
     one = one or engine()
-    with ResumeFolder("f", folder / "resume") as resume:
-        record = train(one, settings, task(one, data), resume=resume, display=PlainDisplay(), curves=folder / "curves")
+    with ResumeFolder(work(settings), folder / "resume") as resume:
+        record = train(one, settings, of or task(one, data), resume=resume, display=PlainDisplay(), outs=outs(folder))
     return one, record
 
 
@@ -77,8 +91,17 @@ def same_state(a: Engine, b: Engine) -> bool:
     return all(np.array_equal(array, b.state()[name]) for name, array in a.state().items())
 
 
-def without_times(record: Record) -> tuple[object, ...]:
-    return [tuple(row)[:-1] for row in record.train], [tuple(row) for row in record.val], [tuple(s) for s in record.samples]
+def same_weights(a: Engine, b: Engine) -> bool:
+    return np.array_equal(a.state()["parameters"], b.state()["parameters"])
+
+
+def shown(record: Record) -> tuple[object, ...]:
+    """What must be the same for the same run."""
+    return tuple([tuple(row) for row in rows] for rows in (record.train, record.val, record.samples))
+
+
+def same_files(a: Path, b: Path) -> bool:
+    return all((a / "curves" / name).read_bytes() == (b / "curves" / name).read_bytes() for name in ("train.csv", "val.csv"))
 
 
 @pytest.mark.parametrize(
@@ -150,50 +173,181 @@ def test_killed_and_resumed_is_undisturbed_bit_for_bit(tmp_path: Path, killed_at
         run(tmp_path / "parts", data)
     again = Data()
     parts, record = run(tmp_path / "parts", again)
-    assert same_state(whole, parts) and without_times(record) == without_times(whole_record)
+    assert same_state(whole, parts) and shown(record) == shown(whole_record)
     done = max(0, killed_at // SETTINGS.grad_accum_steps - 1)  # a step's batches are fetched within the step before
     last_saved = done // SETTINGS.checkpoint_every * SETTINGS.checkpoint_every
     assert again.asked == list(range(last_saved * SETTINGS.grad_accum_steps, SETTINGS.steps * SETTINGS.grad_accum_steps))
     assert record.resumed_at == ([last_saved] if last_saved else [])
 
 
-def test_ctrl_c_saves_the_step_and_goes_on_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch work lost at Ctrl-C, a step cut in half, and an exit that DVC would take for success."""
+class Disturbed:
+    """An engine and its task that raise SIGINT once, within one of the things that the loop does."""
+
+    def __init__(self, where: str, at: int) -> None:
+        self.one, self._where, self._left = engine(), where, at
+        for name in ("micro_step", "score", "update"):
+            setattr(self.one, name, self._counting(name, getattr(self.one, name)))
+        plain = task(self.one)
+        self.task = replace(plain, sample=self._counting("sample", plain.sample))
+
+    def _counting(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any) -> Any:
+            result = work(*given)  # the signal comes when the work is done: gradients have changed
+            self._left -= name == self._where
+            if name == self._where and self._left == 0:
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        return counted
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+@pytest.mark.parametrize(
+    ("where", "at", "saved"),
+    [
+        ("micro_step", 9, 4),  # the first of step 5, which no checkpoint ends
+        ("micro_step", 10, 4),  # the second: all gradients are there
+        ("update", 5, 5),  # never cut: step 5 is finished
+        ("score", 1, 4),  # the validation after step 4
+        ("sample", 1, 5),
+        ("score", 5, 10),  # the validation after the last step
+        ("sample", 2, 10),
+    ],
+)
+def test_ctrl_c_saves_the_last_finished_step(
+    tmp_path: Path, where: str, at: int, saved: int, cuts: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch an interrupt that waits, work lost, a step cut in half, a validation or sample left out or done twice, another
+    exit code than 130, and a state that a micro-step has changed. On a GPU the loop must come to a check first."""
+    if not cuts and (where, at) == ("micro_step", 10):
+        saved = 5  # there is no check between the last micro-step and the update
     whole, whole_record = run(tmp_path / "whole")
+    disturbed = Disturbed(where, at)
+    disturbed.one.device = "cpu" if cuts else "cuda"
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "parts", Data(at_index=10, at="ctrl-c"))  # within step 5, which no checkpoint ends
-    assert signal.getsignal(signal.SIGINT) is before
-    assert "interrupted: step 5 is saved" in capsys.readouterr().out
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path / "parts", one=disturbed.one, of=disturbed.task)
+    lines = capsys.readouterr().out.splitlines()
+    assert stopped.value.code == 130 and signal.getsignal(signal.SIGINT) is before
+    assert f"interrupted: step {saved} is saved; the same command goes on from there" == lines[-1]
+    assert sum("Ctrl-C: saving" in line for line in lines) == 1
     again = Data()
     parts, record = run(tmp_path / "parts", again)
-    assert again.asked[0] == 10 and record.resumed_at == [5]
-    assert same_state(whole, parts) and without_times(record) == without_times(whole_record)
+    assert again.asked[:1] == ([saved * 2] if saved < 10 else []) and record.resumed_at == [saved]
+    assert same_weights(whole, parts) and shown(record) == shown(whole_record)
+    assert same_files(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_ctrl_c_behind_the_last_step_is_not_lost(tmp_path: Path) -> None:
-    """Would catch a Ctrl-C during the last validation after which DVC goes on to the next stage."""
+def test_ctrl_c_in_the_first_step_has_nothing_to_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Would catch a state of step 0, and a traceback where there is none."""
+    disturbed = Disturbed("micro_step", 1)
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path, one=disturbed.one, of=disturbed.task)
+    assert stopped.value.code == 130 and not list(tmp_path.rglob("*.safetensors"))
+    assert "before the first step was finished: nothing to save" in capsys.readouterr().out
+    run(tmp_path)
+
+
+def test_a_saved_step_is_not_saved_again(tmp_path: Path) -> None:
+    """Would catch a Ctrl-C right behind a checkpoint that waits for the same state to be written once more."""
+    disturbed = Disturbed("micro_step", 7)  # the first of step 4; step 3 is saved
+
+    class Counting(ResumeFolder):
+        saves: list[int] = []  # noqa: RUF012 - one instance
+
+        def save(self, state: State) -> None:
+            self.saves.append(state.step)
+            super().save(state)
+
+    with Counting(work(), tmp_path / "resume") as resume, pytest.raises(SystemExit):
+        train(disturbed.one, SETTINGS, disturbed.task, resume=resume, display=PlainDisplay(), outs=outs(tmp_path))
+    assert Counting.saves == [3]
+
+
+# --- longer runs
+
+
+WSD = replace(SETTINGS, schedule="wsd")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "begins"),
+    [
+        ((6, 2), (10, 3), 4),  # from before the cool-down of the first, which ends between two checkpoints
+        ((6, 0), (10, 3), 6),  # from its end, whose last validation and sample the longer run has not
+        ((6, 0), (6, 2), 3),  # another cool-down alone: the state before it is a checkpoint's
+        ((8, 4), (8, 3), 4),
+        ((5, 1), (4, 0), 4),  # a shorter one
+    ],
+)
+def test_a_wsd_run_of_other_steps_goes_on_as_if_from_scratch(
+    tmp_path: Path, first: tuple[int, int], second: tuple[int, int], begins: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Would catch a cool-down that stays in the weights, and rows, validations or samples of the shorter run's end."""
+    settings = [replace(WSD, steps=steps, cooldown_steps=cooldown) for steps, cooldown in (first, second)]
+    scratch, scratch_record = run(tmp_path / "scratch", settings=settings[1])
+    run(tmp_path / "on", settings=settings[0])
+    capsys.readouterr()
+    data = Data()
+    on, record = run(tmp_path / "on", data, settings=settings[1])
+    assert f"goes on from step {begins} of an earlier run of {first[0]} steps" in capsys.readouterr().out
+    assert data.asked[:1] == ([begins * 2] if begins < second[0] else [])
+    assert same_weights(on, scratch) and shown(record) == shown(scratch_record)
+    assert same_files(tmp_path / "on", tmp_path / "scratch")
+
+
+def test_a_cosine_run_of_other_steps_starts_over(tmp_path: Path) -> None:
+    """Would catch a longer run whose first steps had the shorter run's learning rates."""
+    run(tmp_path, settings=replace(SETTINGS, steps=6))
+    data = Data()
+    run(tmp_path, data)
+    assert data.asked[0] == 0
+
+
+def test_the_state_of_finished_work_is_small(tmp_path: Path) -> None:
+    """Would catch a disk that keeps moments which no update will read, and lost ones that a longer wsd run needs."""
+    sizes = {}
+    for name, settings in (("cosine", SETTINGS), ("constant", WSD), ("wsd", replace(WSD, cooldown_steps=4))):
+        with ResumeFolder(work(settings), tmp_path / name) as resume:
+            one = engine()
+            train(one, settings, task(one), resume=resume, display=PlainDisplay(), outs=outs(tmp_path))
+            resume.finish()
+        sizes[name] = sorted(path.stat().st_size for path in (tmp_path / name).rglob("*.safetensors"))
+    assert len(sizes["cosine"]) == len(sizes["constant"]) == 1
+    small, full = sizes["cosine"][0], sizes["constant"][0]
+    assert small < 0.45 * full and sizes["wsd"] == pytest.approx([small, full], rel=0.05)
+
+
+# --- what a run shows
+
+
+def test_seconds_are_those_of_all_sittings(tmp_path: Path) -> None:
+    """Would catch a resumed run that tells of its last sitting alone, or subtracts what came before."""
     one = engine()
-
-    def sample(seed: int) -> str:
-        if seed == SETTINGS.seed + SETTINGS.steps:
-            signal.raise_signal(signal.SIGINT)
-        return ""
-
-    with ResumeFolder("f", tmp_path) as resume, pytest.raises(KeyboardInterrupt):
-        train(one, SETTINGS, replace(task(one), sample=sample), resume=resume, display=PlainDisplay(), curves=tmp_path)
-    with ResumeFolder("f", tmp_path) as resume:
-        state = resume.load()
-    assert state is not None and state.step == SETTINGS.steps
+    for _ in range(4):
+        train_step(one, [random_batch(0), random_batch(1)], (1.0, 0.1), AdamW(), lr=0.0)
+    with ResumeFolder(work(), tmp_path / "resume") as resume:
+        resume.save(State(4, one.state(), Record(seconds=1000.0).to_dict()))
+    assert 1000.0 < run(tmp_path)[1].seconds < 1100.0
 
 
-def test_a_second_ctrl_c_stops_at_once() -> None:
-    """Would catch a program that cannot be stopped while a step hangs."""
-    with training_module.Interrupt() as interrupt:
-        signal.raise_signal(signal.SIGINT)
-        assert interrupt.requested
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+def test_curves_grow_while_a_run_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch plots that show nothing of a run before its first checkpoint, or a file that is half there."""
+    monkeypatch.setattr(training_module, "LIVE_S", 0.0)
+    seen: list[list[str]] = []
+
+    class Watched(Data):
+        def batch(self, index: int) -> Batch:
+            paths = [tmp_path / "curves" / "train.csv", tmp_path / "curves" / "val.csv", tmp_path / "speed.csv"]
+            seen.append([path.read_text(encoding="utf-8") if path.exists() else "" for path in paths])
+            return super().batch(index)
+
+    monkeypatch.setattr(time, "perf_counter", iter(range(10**6)).__next__)  # a second passes at every look
+    run(tmp_path, Watched(), settings=replace(SETTINGS, checkpoint_every=1000, steps=400, grad_accum_steps=1, val_every=100))
+    counts = [len(text.splitlines()) for text, _, _ in seen]
+    assert counts == sorted(counts) and 1 < len(set(counts)) < 100  # not at every step
+    assert any(len(val.splitlines()) == 2 for _, val, _ in seen) and any(len(speed.splitlines()) > 100 for *_, speed in seen)
 
 
 def test_finished_work_is_not_repeated(tmp_path: Path) -> None:
@@ -201,7 +355,7 @@ def test_finished_work_is_not_repeated(tmp_path: Path) -> None:
     first, record = run(tmp_path)
     again = Data()
     second, second_record = run(tmp_path, again)
-    assert again.asked == [] and same_state(first, second) and without_times(second_record) == without_times(record)
+    assert again.asked == [] and same_weights(first, second) and shown(second_record) == shown(record)
 
 
 def test_validation_and_samples_do_not_disturb_training(tmp_path: Path) -> None:
@@ -209,7 +363,7 @@ def test_validation_and_samples_do_not_disturb_training(tmp_path: Path) -> None:
     often, record = run(tmp_path / "often", settings=replace(SETTINGS, val_every=1, sample_every=1))
     seldom, seldom_record = run(tmp_path / "seldom", settings=replace(SETTINGS, val_every=100, sample_every=100))
     assert same_state(often, seldom)
-    assert without_times(record)[0] == without_times(seldom_record)[0]
+    assert shown(record)[0] == shown(seldom_record)[0]
     assert [row[0] for row in record.val] == list(range(1, 11)) and [row[0] for row in seldom_record.val] == [10]
 
 
@@ -249,7 +403,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     for part in ("step 5: loss nan", "learning rate 0.00", "gradient norm nan", "first bad tensor ", "000000003-", "lower lr"):
         assert part in message
     assert "\n" not in message and "first bad tensor none" not in message
-    with ResumeFolder("f", tmp_path / "resume") as resume:
+    with ResumeFolder(work(), tmp_path / "resume") as resume:
         state = resume.load()
     assert state is not None and state.step == 3 and all(np.isfinite(array).all() for array in state.arrays.values())
 
@@ -265,39 +419,6 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
         return result
 
     one.update = ruined  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"step 1: loss \d.*, gradient norm \d.*, first bad tensor norm.weight: not finite"):
+    with pytest.raises(ValueError, match=r"step 1: norm\.weight is not finite; last good checkpoint none; try a lower lr"):
         run(tmp_path, one=one, settings=replace(SETTINGS, checkpoint_every=1))
     assert not list(tmp_path.rglob("*.safetensors"))
-
-
-def test_curves_stay_small_and_hold_first_and_last_step(tmp_path: Path) -> None:
-    """Would catch a CSV of a line a step over a long run, which Git keeps."""
-
-    class Quick:
-        """An engine whose steps cost nothing."""
-
-        def __getattr__(self, name: str) -> object:
-            return {"micro_step": lambda *_: None, "reduce": lambda: None, "first_nonfinite": lambda: None,
-                    "state": lambda: {"step": np.zeros((), np.int64)},
-                    "update": lambda *_: type("Update", (), {"nll_sums": np.ones(2), "grad_norm": 1.0})}[name]  # fmt: skip
-
-    class Silent(PlainDisplay):
-        def update(self, progress: Progress) -> None:
-            pass
-
-        def say(self, text: str) -> None:
-            pass
-
-    class One(Data):
-        one = random_batch(0)
-
-        def batch(self, index: int) -> Batch:
-            return self.one
-
-    settings = replace(SETTINGS, steps=2500, grad_accum_steps=1, val_every=2500, sample_every=2500, checkpoint_every=2500)
-    with ResumeFolder("f", tmp_path) as resume:
-        record = train(Quick(), settings, Task(One(), lambda: Validation(1.0, 1.0), lambda seed: ""),  # type: ignore[arg-type]
-                       resume=resume, display=Silent(), curves=tmp_path)  # fmt: skip
-    steps = [row[0] for row in record.train]
-    assert (steps[0], steps[-1]) == (1, 2500) and len(steps) <= MOST_ROWS + 1
-    assert len((tmp_path / "train.csv").read_text(encoding="utf-8").splitlines()) == len(steps) + 1

@@ -1,0 +1,75 @@
+"""Ctrl-C and SIGTERM: heard at once, sections end where they may, and nothing else is cut."""
+
+import signal
+
+import pytest
+
+from stages.interrupt import Interrupt, Interrupted
+
+
+def silent(line: str) -> None:
+    pass
+
+
+# Would catch a user who does not know for minutes whether the key was heard, and a line that names the wrong signal.
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "Ctrl-C: saving"), (signal.SIGTERM, "SIGTERM: saving")])
+def test_the_request_is_said_at_once(number: signal.Signals, said: str) -> None:
+    lines: list[str] = []
+    before = signal.getsignal(number)
+    with Interrupt(lines.append, cuts=True) as interrupt:
+        signal.raise_signal(number)
+        assert len(lines) == 1 and lines[0].startswith(said) and interrupt.requested
+    assert signal.getsignal(number) is before
+
+
+# Would catch a long micro-step that Ctrl-C waits for, and an update of the weights that is cut in half.
+def test_a_section_is_cut_and_nothing_else() -> None:
+    with Interrupt(silent, cuts=True) as interrupt, pytest.raises(Interrupted), interrupt.section():
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the section went on")
+    with Interrupt(silent, cuts=True) as interrupt:
+        with interrupt.section():
+            pass
+        signal.raise_signal(signal.SIGINT)  # between sections
+        with pytest.raises(Interrupted), interrupt.section():
+            pytest.fail("another section began")
+
+
+# Would catch an exception in the middle of a graph capture.
+def test_on_a_gpu_a_section_ends_at_a_check_alone() -> None:
+    seen = []
+    with Interrupt(silent, cuts=False) as interrupt:
+        with interrupt.section():
+            signal.raise_signal(signal.SIGINT)
+            seen.append("whole")
+        with pytest.raises(Interrupted):
+            interrupt.check()
+    assert seen == ["whole"]
+
+
+# Would catch a validation or a sample that Ctrl-C waits for: of a million batches none comes after it.
+def test_items_are_checked_one_by_one() -> None:
+    seen = []
+    with Interrupt(silent, cuts=False) as interrupt, pytest.raises(Interrupted):
+        for item in interrupt.checked(range(10**6)):
+            seen.append(item)
+            if item == 2:
+                signal.raise_signal(signal.SIGINT)
+    assert seen == [0, 1, 2]
+
+
+# Would catch a program that cannot be stopped while a step hangs or a state is written to a slow disk.
+def test_a_second_one_stops_at_once() -> None:
+    with Interrupt(silent, cuts=False), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+
+# Would catch a traceback instead of a saved step where the signal came while a line was being printed.
+def test_a_line_that_cannot_be_printed_now_is_left_out() -> None:
+    def busy(line: str) -> None:
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
+
+    with Interrupt(busy, cuts=True) as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
