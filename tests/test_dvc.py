@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from shutil import rmtree
 
 import pytest
 import yaml
@@ -75,6 +76,28 @@ def test_second_repro_does_nothing(repo: Copy) -> None:
 def test_git_keeps_metrics_and_curves_alone(repo: Copy) -> None:
     kept = {f"data/{stage}/curves/{name}.csv" for stage in ("pretrain", "sft") for name in ("train", "val")}
     assert set(repo.git("ls-files", "data").split()) == kept | {"data/eval/metrics.json", "data/eval/heads.csv"}
+
+
+# An out that holds a time differs from run to run: after `git checkout .` the lock names one that is in no cache, and minutes
+# of training run again.
+def test_a_run_from_nothing_writes_the_same_lock(repo: Copy) -> None:
+    for folder in ("data", ".dvc/cache", ".nanoeuler"):
+        rmtree(repo.root / folder)
+    assert stages_run(repo.dvc("repro")) == STAGES
+    assert repo.git("status", "--porcelain") == ""
+
+
+# A lock that is put back must cost seconds, also where DVC's run cache is gone: finished work of a stage is kept.
+def test_a_lock_that_is_put_back_repeats_no_training(repo: Copy) -> None:
+    repo.dvc("exp", "run", "-S", "sft.steps=2")
+    repo.git("checkout", "--quiet", "dvc.lock", "params.yaml")
+    assert stages_run(repo.dvc("repro")) == []
+    rmtree(repo.root / ".dvc" / "cache" / "runs")
+    (repo.root / "dvc.lock").unlink()
+    output = repo.dvc("repro")
+    assert "resumed at step 4 " in output and "step 1/4" not in output
+    repo.git("checkout", "--quiet", ".")
+    assert stages_run(repo.dvc("repro")) == []
 
 
 # An SFT parameter that pretraining tracked would cost a pretraining; results that are not in the run cache cost it again.

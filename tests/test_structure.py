@@ -213,7 +213,8 @@ def test_data_flows_one_way() -> None:
         written |= new
     plotted = [path for plot in DVC["plots"] for path in next(iter(plot.values()))["y"]]
     for path in [*plotted, *(artifact["path"] for artifact in DVC["artifacts"].values())]:
-        assert any(path == out or path.startswith(f"{out}/") for out in written), path
+        untracked = re.fullmatch(r"data/(pretrain|sft)/speed\.csv", path)  # differs from run to run, so it is no out
+        assert untracked or any(path == out or path.startswith(f"{out}/") for out in written), path
 
 
 # An uncached entry of `outs` turns off the run cache of its whole stage: going back to earlier parameters would train anew.
