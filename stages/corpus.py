@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from stages.text_files import read_rows
 
 TRAIN, VAL = SPLITS = ("train", "val")
+NOTHING = "conf/none"  # the path that `take` names where nothing is taken: a dependency of a stage is a file, never null
 KINDS = {
     "wheel": ("package", "version", "sha256", "wheel", "files"),
     "hf": ("dataset", "subset", "split", "revision"),
@@ -116,7 +117,8 @@ class Corpus:
     validation: Validation
 
     def __post_init__(self) -> None:
-        _check_section("corpus", self.sources, self.validation, CORPUS_FORMATS)
+        if self.name != "none" or self.sources:  # corpus=none: no text, since shards are taken ready-made
+            _check_section("corpus", self.sources, self.validation, CORPUS_FORMATS)
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def mix(streams: Sequence[Iterator[Item]], weights: Sequence[float | None]) -> I
     smallest ratio of bytes to weight so far (the first one at a tie), and the mixture ends when that stream has no
     more, so that the shares of bytes hold to an item's length.
     """
-    if any(weight is None for weight in weights):
+    if all(weight is None for weight in weights):
         for index, stream in enumerate(streams):
             yield from ((index, item) for item in stream)
         return

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from kernels.config import Mlp, ModelConfig, Norm, Numerics, Optimizer, Position
-from stages.corpus import Conversations, Corpus
+from stages.corpus import NOTHING, Conversations, Corpus
 from stages.overrides import apply_overrides
 from stages.schema import build, check
 from stages.text_files import write_text, writing
@@ -37,7 +37,7 @@ class TrainBpe:
     sample_bytes: int
     pattern: Literal["gpt2"]
     special_tokens: tuple[str, ...]
-    take: str | None
+    take: Path | None
 
     def __post_init__(self) -> None:
         least = BYTES + len(self.special_tokens)
@@ -53,9 +53,10 @@ class Shard:
     """conf/shard: how the token files are cut."""
 
     tokens_per_shard: int
+    take: Path | None
 
     def __post_init__(self) -> None:
-        check(self.tokens_per_shard >= 1, "shard.tokens_per_shard", "at least 1", self.tokens_per_shard)
+        check(self.tokens_per_shard >= 1000, "shard.tokens_per_shard", "at least 1000", self.tokens_per_shard)
 
 
 @dataclass(frozen=True)
@@ -219,15 +220,15 @@ def validate(values: Mapping[str, Any]) -> Settings:
     """Plain values -> Settings, with the MTP weights of heads that the model lacks cut off.
 
     Raises:
-        ValueError: the first key that is wrong, or too few MTP weights.
+        ValueError: the first key that is wrong, too few MTP weights, or ready-made shards without their tokenizer.
     """
     settings = build(Settings, values, "")
+    check(settings.shard.take is None or settings.train_bpe.take is not None, "train_bpe.take", "shard.take's tokenizer", NOTHING)
     heads = settings.model.mtp_heads
     for section in (settings.pretrain, settings.sft):
         weights, name = section.mtp_weights, f"{type(section).__name__.lower()}.mtp_weights"
         check(len(weights) >= heads, name, f"a weight for each of model.mtp_heads = {heads}", list(weights))
-        cut = replace(section, mtp_weights=weights[:heads])
-        settings = replace(settings, **{type(section).__name__.lower(): cut})
+        settings = replace(settings, **{type(section).__name__.lower(): replace(section, mtp_weights=weights[:heads])})
     return settings
 
 
