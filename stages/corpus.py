@@ -140,7 +140,8 @@ class Corpus:
     local_path: str = NOTHING  # the file or folder of this machine that holds all that the sources read there
 
     def __post_init__(self) -> None:
-        _check_section("corpus", self.sources, self.validation, CORPUS_FORMATS)
+        if self.name != "none" or self.sources:  # corpus=none: no text, since shards are taken ready-made
+            _check_section("corpus", self.sources, self.validation, CORPUS_FORMATS)
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def mix(streams: Sequence[Iterator[Item]], weights: Sequence[float | None]) -> I
     smallest ratio of bytes to weight so far (the first one at a tie), and the mixture ends when that stream has no
     more, so that the shares of bytes hold to an item's length.
     """
-    if any(weight is None for weight in weights):
+    if all(weight is None for weight in weights):
         for index, stream in enumerate(streams):
             yield from ((index, item) for item in stream)
         return

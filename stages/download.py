@@ -109,7 +109,8 @@ def _write(
                     count["count"] += 1
                     count["bytes"] += part.size
             _report(section, sum(count["bytes"] for count in taken), document.size)
-        _check(section, settings, splits, unmatched)
+        if sources:  # else the corpus is `none`
+            _check(section, settings, splits, unmatched)
         for split, writer in writers.items():
             splits[split]["sha256"] = writer.finish()
     credits = [

@@ -260,4 +260,4 @@ def now() -> str:
 def write_provenance(path: Path, **facts: object) -> None:
     """Writes where a result comes from: `facts`, the versions and the machine."""
     machine = {"platform": platform.platform(), "cores": os.cpu_count()}
-    write_text(path, json.dumps({**facts, "versions": versions(), "machine": machine}, indent=2) + "\n")
+    write_text(path, json.dumps({**facts, "versions": versions(), "machine": machine}, indent=2, default=str) + "\n")

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from stages.corpus import NOTHING
 from stages.overrides import nearest
 
 # Sections whose keys may be left out, since each kind of source has others.
@@ -22,7 +24,7 @@ def build(kind: Any, value: Any, key: str) -> Any:
     """One plain value -> one field's type, strictly.
 
     Args:
-        kind: a dataclass, Literal, tuple[X, ...], X | None, float, int, bool or str.
+        kind: a dataclass, Literal, tuple[X, ...], X | None, float, int, bool or str. Path | None is a text, NOTHING for None.
         value: what params.yaml holds; a whole number is good for a float, a bool is not good for an int.
         key: where it stands, for the message.
 
@@ -34,6 +36,9 @@ def build(kind: Any, value: Any, key: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is UnionType:
         assert arguments[1:] == (NoneType,), f"{key}: a field is X or X | None"
+        if arguments[0] is Path:
+            check(isinstance(value, str) and value != "", key, f"a path, or {NOTHING} to take nothing", value)
+            return None if value == NOTHING else Path(value)
         return None if value is None else build(arguments[0], value, key)
     if origin is tuple:
         check(isinstance(value, list), key, "a list", value)

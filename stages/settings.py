@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kernels.config import Mlp, ModelConfig, Norm, Numerics, Position
-from stages.corpus import Conversations, Corpus, check_watched
+from stages.corpus import NOTHING, Conversations, Corpus, check_watched
 from stages.overrides import apply_overrides
 from stages.schema import build, check
 from stages.training_settings import Pretrain, Sft
@@ -30,7 +30,7 @@ class TrainBpe:
     sample_bytes: int
     pattern: Literal["gpt2"]
     special_tokens: tuple[str, ...]
-    take: str | None
+    take: Path | None
 
     def __post_init__(self) -> None:
         least = BYTES + len(self.special_tokens)
@@ -46,9 +46,10 @@ class Shard:
     """conf/shard: how the token files are cut."""
 
     tokens_per_shard: int
+    take: Path | None
 
     def __post_init__(self) -> None:
-        check(self.tokens_per_shard >= 1, "shard.tokens_per_shard", "at least 1", self.tokens_per_shard)
+        check(self.tokens_per_shard >= 1000, "shard.tokens_per_shard", "at least 1000", self.tokens_per_shard)
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ def validate(values: Mapping[str, Any]) -> Settings:
     """Plain values -> Settings, with the MTP weights of heads that the model lacks cut off.
 
     Raises:
-        ValueError: the first key that is wrong, too few MTP weights, or a local file that DVC does not watch.
+        ValueError: the first key that is wrong, too few MTP weights, a local file that DVC does not watch, or ready-made
+            shards without their tokenizer.
     """
     settings = build(Settings, values, "")
     for name, sources, local_path in (
@@ -157,10 +159,10 @@ def validate(values: Mapping[str, Any]) -> Settings:
         ("conversations", settings.conversations.sources, settings.conversations.local_path),
     ):
         check_watched(name, sources, local_path)
+    check(settings.shard.take is None or settings.train_bpe.take is not None, "train_bpe.take", "shard.take's tokenizer", NOTHING)
     heads = settings.model.mtp_heads
     for section in (settings.pretrain, settings.sft):
         weights, name = section.mtp_weights, f"{type(section).__name__.lower()}.mtp_weights"
         check(len(weights) >= heads, name, f"a weight for each of model.mtp_heads = {heads}", list(weights))
-        cut = replace(section, mtp_weights=weights[:heads])
-        settings = replace(settings, **{type(section).__name__.lower(): cut})
+        settings = replace(settings, **{type(section).__name__.lower(): replace(section, mtp_weights=weights[:heads])})
     return settings

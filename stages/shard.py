@@ -1,7 +1,8 @@
-"""The stage shard: documents -> token shards.
+"""The stage shard: documents -> token shards, or an index of ready-made ones.
 
 Reads data/download's texts and the tokenizer, writes data/shard. `python -m stages.shard [overrides]`.
 Documents are streamed and encoded in batches on all cores; memory is bounded by BATCH_BYTES of text and its longest document.
+With `shard.take` the texts are not read: index.json then names the files of that folder.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,8 +12,10 @@ import numpy as np
 
 from stages.corpus import read_documents
 from stages.program import stage_main
+from stages.ready_shards import take_shards
 from stages.settings import Settings
-from stages.shard_format import SEPARATOR, Counts, ShardWriter, clear, write_index
+from stages.shard_format import SEPARATOR, Counts
+from stages.shard_writer import ShardWriter, clear, write_index
 from stages.tokenizer import Tokenizer
 
 BATCH_BYTES = 16_000_000  # of text encoded in one call: enough to keep all cores busy, little memory
@@ -34,25 +37,36 @@ def run(
         folder: what it writes.
 
     Raises:
-        ValueError: a text or the tokenizer can't be read, or a split has no text.
+        ValueError: a text, the tokenizer or a ready-made shard can't be read, or a split has no text.
     """
-    words = Tokenizer.load(tokenizer)
+    words, taken = Tokenizer.load(tokenizer), settings.shard.take
+    if SEPARATOR not in words.special:
+        raise ValueError(f"train_bpe.special_tokens: expected {SEPARATOR}, which starts each document; add it")
     clear(folder)
-    splits = {}
-    for split, source in (("train", train), ("val", val)):
-        writer = ShardWriter(folder, split, vocab_size=words.vocab_size, tokens_per_shard=settings.shard.tokens_per_shard)
-        counts = splits[split] = shard_documents(read_documents(source), words, writer)
-        if not counts.bytes:
-            raise ValueError(f"{source}: expected at least one document with text, found none; give the corpus more text")
-        print(f"{split}: {counts.documents:,} documents, {counts.bytes:,} bytes, {counts.tokens:,} tokens "
-              f"({counts.bytes / counts.tokens:.2f} bytes a token), {counts.shards:,} shards", flush=True)  # fmt: skip
-    write_index(folder, tokenizer_sha256=words.sha256, vocab_size=words.vocab_size, splits=splits)
+    if taken is None:
+        splits = {}
+        for split, source in (("train", train), ("val", val)):
+            writer = ShardWriter(folder, split, vocab_size=words.vocab_size, tokens_per_shard=settings.shard.tokens_per_shard)
+            splits[split] = shard_documents(read_documents(source), words, writer)
+            if not splits[split].bytes:
+                raise ValueError(f"{source}: expected at least one document with text, found none; give the corpus more text")
+            report(split, splits[split])
+    else:
+        splits = take_shards(taken, words)
+        for split, counts in splits.items():
+            report(split, counts)
+    write_index(folder, tokenizer_sha256=words.sha256, vocab_size=words.vocab_size, splits=splits,
+                taken_from=None if taken is None else str(taken))  # fmt: skip
+
+
+def report(split: str, counts: Counts) -> None:
+    """Prints what a split holds."""
+    print(f"{split}: {counts.documents:,} documents, {counts.bytes:,} bytes, {counts.tokens:,} tokens "
+          f"({counts.bytes / counts.tokens:.2f} bytes a token), {len(counts.files):,} shards", flush=True)  # fmt: skip
 
 
 def shard_documents(documents: Iterable[str], tokenizer: Tokenizer, writer: ShardWriter) -> Counts:
     """Encodes documents, each behind a separator, and writes them; returns what was written."""
-    if SEPARATOR not in tokenizer.special:
-        raise ValueError(f"train_bpe.special_tokens: expected {SEPARATOR}, which starts each document; add it")
     separator = np.array([tokenizer.special[SEPARATOR]])
     text_bytes = number = 0
     with writer:
@@ -62,7 +76,7 @@ def shard_documents(documents: Iterable[str], tokenizer: Tokenizer, writer: Shar
                 writer.add(ids)
                 text_bytes += len(text)
                 number += 1
-    return Counts(tokens=writer.tokens, bytes=text_bytes, documents=number, shards=writer.shards)
+    return Counts(tokens=writer.tokens, bytes=text_bytes, documents=number, files=writer.files)
 
 
 def batches_of_text(documents: Iterable[str], size: int) -> Iterator[list[bytes]]:

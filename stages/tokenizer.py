@@ -129,7 +129,7 @@ class Tokenizer:
             vocabulary = (read_gpt2 if path.is_dir() else read_tokenizer_json)(path, special_tokens)
             return cls(vocabulary.with_special(special_tokens, str(path)))
         except ValueError as error:
-            raise ValueError(f"{error}; give train_bpe.take another, or null to learn one") from None
+            raise ValueError(f"{error}; give train_bpe.take another, or conf/none to learn one") from None
 
     def save(self, path: Path) -> None:
         """Write the canonical tokenizer.json, whole or not at all: the same tokenizer gives the same bytes."""

@@ -9,7 +9,8 @@ import pytest
 
 from stages.overrides import compose
 from stages.settings import Settings, validate
-from stages.shard_format import Counts, clear, shard_path, write_index, write_shard
+from stages.shard_format import Counts, shard_path
+from stages.shard_writer import clear, write_index, write_shard
 from stages.text_files import RowWriter, atomic_file
 from stages.tokenizer import Tokenizer
 
@@ -54,8 +55,8 @@ def write_shards(folder: Path, words: Tokenizer, texts: dict[str, list[str]]) ->
     for split, documents in texts.items():
         parts = [np.append(np.int32(words.special[SPECIAL[0]]), words.encode(document)) for document in documents]
         ids = np.concatenate(parts)
-        write_shard(shard_path(folder, split, 0), ids, words.vocab_size)
-        counts[split] = Counts(len(ids), sum(len(document.encode()) for document in documents), len(documents), 1)
+        file = write_shard(shard_path(folder, split, 0), ids, words.vocab_size)
+        counts[split] = Counts(len(ids), sum(len(document.encode()) for document in documents), len(documents), [file])
     write_index(folder, tokenizer_sha256=words.sha256, vocab_size=words.vocab_size, splits=counts)
 
 

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from kernels.batch import Batch
 from stages.batches import Ahead, EvalWindows, PretrainBatches, sequential_batch, shuffled
-from stages.shard_format import Counts, ShardSet, open_split, shard_path, write_index, write_shard
+from stages.shard_format import Counts, ShardSet, open_split, shard_path
+from stages.shard_writer import write_index, write_shard
 
 SEPARATOR = 60000
 
 
 def make_split(folder: Path, stream: np.ndarray, per_shard: int = 50) -> ShardSet:
     pieces = np.split(stream, range(per_shard, len(stream), per_shard))
-    for number, piece in enumerate(pieces):
-        write_shard(shard_path(folder, "val", number), piece, 65536)
-    counts = Counts(tokens=len(stream), bytes=1, documents=1, shards=len(pieces))
+    files = [write_shard(shard_path(folder, "val", number), piece, 65536) for number, piece in enumerate(pieces)]
+    counts = Counts(tokens=len(stream), bytes=1, documents=1, files=files)
     write_index(folder, tokenizer_sha256="", vocab_size=65536, splits={"val": counts})
     return open_split(folder, "val", "", 65536)
 

@@ -129,7 +129,7 @@ def test_csv_numbers_are_short_and_exact_where_whole(tmp_path: Path) -> None:
 
 def test_provenance_names_versions_and_facts(tmp_path: Path) -> None:
     """Would catch a result that cannot be traced to the libraries and the device that made it."""
-    metrics.write_provenance(tmp_path / "provenance.json", device="cpu")
+    metrics.write_provenance(tmp_path / "provenance.json", device="cpu", parameters={"take": Path("some/folder")})
     found = json.loads((tmp_path / "provenance.json").read_text(encoding="utf-8"))
     assert (
         found["device"] == "cpu" and {"python", "numpy", "numba"} <= found["versions"].keys() and found["machine"]["platform"]

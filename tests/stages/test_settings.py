@@ -84,8 +84,10 @@ WRONG = [
     ("train_bpe.sample_bytes", 0, "at least 1"),
     ("train_bpe.special_tokens", "<|pad|>", "a list"),
     ("train_bpe.special_tokens", ["<|pad|>", "<|pad|>"], "distinct"),
-    ("train_bpe.take", 3, "a text"),
-    ("shard.tokens_per_shard", 0, "at least 1"),
+    ("train_bpe.take", 3, "a path, or conf/none to take nothing"),
+    ("train_bpe.take", None, "a path, or conf/none to take nothing"),
+    ("shard.take", "", "a path, or conf/none to take nothing"),
+    ("shard.tokens_per_shard", 999, "at least 1000"),
     ("pretrain.seed", -1, "at least 0"),
     ("pretrain.steps", 0, "at least 1"),
     ("pretrain.lr", float("nan"), "a finite number"),  # comparisons with NaN are false: it would pass a range check
@@ -148,10 +150,18 @@ def test_weights_of_absent_heads_are_cut_off() -> None:
     assert load(["model.mtp_heads=2"]).sft.mtp_weights == (1.0, 0.1)
 
 
+# Ids of one vocabulary decoded with another that is as large: GPT-2's files beside a tokenizer that is learned.
+def test_ready_shards_need_their_tokenizer() -> None:
+    with pytest.raises(ValueError, match=r"train_bpe\.take: expected shard\.take's tokenizer, got 'conf/none'"):
+        load(["shard.take=fineweb"])
+    settings = load(["shard.take=fineweb", "train_bpe.take=gpt2"])
+    assert (settings.shard.take, settings.train_bpe.take) == (Path("fineweb"), Path("gpt2"))
+
+
 # A value override that recomposed conf/ would drop what `dvc exp run -S` wrote into params.yaml.
 def test_value_overrides_edit_params_yaml(root: Path) -> None:
     params.write(root, compose(ROOT, ["pretrain.steps=77"]))
-    settings = load(["model.layers=7", "pretrain.lr=3e-4", "train_bpe.take=null"])
+    settings = load(["model.layers=7", "pretrain.lr=3e-4", "train_bpe.take=conf/none"])
     assert (settings.pretrain.steps, settings.model.layers, settings.pretrain.lr) == (77, 7, 3e-4)
 
 

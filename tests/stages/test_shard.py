@@ -1,6 +1,7 @@
 """The stage shard: a separator before each document, honest counts, bounded memory, and folders that are whole or refused."""
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages import shard
-from stages.shard_format import ShardWriter, open_split, read_shard
+from stages.shard_format import open_split
+from stages.shard_writer import ShardWriter
 from stages.text_files import RowWriter, atomic_file
 from stages.tokenizer import Tokenizer
 
@@ -50,14 +52,19 @@ def write_documents(path: Path, texts: list[str]) -> None:
 def run(folder: Path, train: list[str], val: list[str], tokens_per_shard: int = 10) -> None:
     for split, texts in (("train", train), ("val", val)):
         write_documents(folder / f"{split}.jsonl.zst", texts)
-    settings: Any = SimpleNamespace(shard=SimpleNamespace(tokens_per_shard=tokens_per_shard))
+    settings: Any = SimpleNamespace(shard=SimpleNamespace(tokens_per_shard=tokens_per_shard, take=None))
     paths = {"train": folder / "train.jsonl.zst", "val": folder / "val.jsonl.zst"}
     shard.run(settings, tokenizer=folder / "tokenizer.json", folder=folder / "shard", **paths)
 
 
+def crc32_of(ids: list[int]) -> str:
+    """As index.json holds it, of ids that are less than a block."""
+    return f"{zlib.crc32(np.array(ids, '<u2').tobytes()):08x}"
+
+
 def test_stage_writes_what_it_says(tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a lost separator, bytes counted as characters (bits per byte!), and counts that don't match the files."""
-    run(tmp_path, ["Ab\u00e9", "", "\U0001f600 z"], ["val"])
+    run(tmp_path, ["Ab\u00e9", "", "\U0001f600 z"], ["val"], tokens_per_shard=6)
     split = open_split(tmp_path / "shard", "train", tokenizer.sha256, 257)
     expected = [SEPARATOR, *"Ab\u00e9".encode(), SEPARATOR, SEPARATOR, *"\U0001f600 z".encode()]
     assert split.read(0, split.tokens).tolist() == expected
@@ -65,11 +72,17 @@ def test_stage_writes_what_it_says(tmp_path: Path, tokenizer: Any, capsys: pytes
     assert index == {
         "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": 257,
+        "taken_from": None,
         "splits": {
-            "train": {"tokens": 13, "bytes": 10, "documents": 3, "shards": 2},
-            "val": {"tokens": 4, "bytes": 3, "documents": 1, "shards": 1},
+            "train": {"tokens": 13, "bytes": 10, "documents": 3, "files": [
+                {"name": "train_00000.bin", "tokens": 6, "crc32": crc32_of(expected[:6])},
+                {"name": "train_00001.bin", "tokens": 7, "crc32": crc32_of(expected[6:])},
+            ]},
+            "val": {"tokens": 4, "bytes": 3, "documents": 1, "files": [
+                {"name": "val_00000.bin", "tokens": 4, "crc32": crc32_of([SEPARATOR, *b"val"])},
+            ]},
         },
-    }
+    }  # fmt: skip
     assert capsys.readouterr().out.splitlines() == [
         "train: 3 documents, 10 bytes, 13 tokens (0.77 bytes a token), 2 shards",
         "val: 1 documents, 3 bytes, 4 tokens (0.75 bytes a token), 1 shards",
@@ -93,10 +106,10 @@ def test_real_tokenizer_gives_the_text_back(tmp_path: Path) -> None:
 def test_two_runs_are_equal_and_leave_nothing_of_the_first(tmp_path: Path, tokenizer: Any) -> None:
     """Catches shards of a longer earlier run that stay behind, and outputs that hold a time or a path."""
     run(tmp_path, ["a" * 100], ["b" * 30])
-    run(tmp_path, ["a" * 25], ["b"])
+    run(tmp_path, ["a" * 29], ["b"])
     first = {path.name: path.read_bytes() for path in (tmp_path / "shard").iterdir()}
     assert sorted(first) == ["index.json", "train_00000.bin", "train_00001.bin", "train_00002.bin", "val_00000.bin"]
-    run(tmp_path, ["a" * 25], ["b"])
+    run(tmp_path, ["a" * 29], ["b"])
     assert {path.name: path.read_bytes() for path in (tmp_path / "shard").iterdir()} == first
 
 
@@ -159,4 +172,4 @@ def test_documents_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         counts = shard.shard_documents(documents(), tokenizer, writer)
     assert counts.tokens == 200 * 101
     assert max(ahead) <= 5000 + 101
-    assert len(read_shard(tmp_path / "train_00001.bin")) == 7000
+    assert [file.tokens for file in counts.files] == [7000, 200 * 101 - 7000]  # the end of 6200 is joined
