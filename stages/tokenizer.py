@@ -21,7 +21,7 @@ from stages.encoding import encode_spans, rank_table
 from stages.merges import learn_merges
 from stages.pretokenizer import PIECE_BYTES, count_words, cut_spans
 from stages.text_files import atomic_file
-from stages.tokenizer_file import BYTE_ORDER, MAX_VOCAB, Vocabulary, read_gpt2, read_tokenizer_json, tokenizer_json
+from stages.tokenizer_file import BYTE_ORDER, MAX_VOCAB, Vocabulary, read_folder, read_tokenizer_json, tokenizer_json
 from stages.unicode_classes import character_classes
 
 MAX_TRAINING_BYTES = 500_000_000  # positions of the words' bytes, and of three pairs a byte, are int32
@@ -118,7 +118,8 @@ class Tokenizer:
         """Make a tokenizer of another project's.
 
         Args:
-            path: a tokenizer.json, or a folder with GPT-2's vocab.json (or encoder.json) and merges.txt (or vocab.bpe).
+            path: a tokenizer.json, or a folder with GPT-2's vocab.json (or encoder.json) and merges.txt (or vocab.bpe), or with a
+                tokenizer.json, as an export has.
             special_tokens: those that the vocabulary has keep their ids, the others are appended.
 
         Raises:
@@ -126,7 +127,7 @@ class Tokenizer:
         """
         path = Path(path)
         try:
-            vocabulary = (read_gpt2 if path.is_dir() else read_tokenizer_json)(path, special_tokens)
+            vocabulary = (read_folder if path.is_dir() else read_tokenizer_json)(path, special_tokens)
             return cls(vocabulary.with_special(special_tokens, str(path)))
         except ValueError as error:
             raise ValueError(f"{error}; give train_bpe.take another, or conf/none to learn one") from None

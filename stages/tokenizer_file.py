@@ -3,6 +3,10 @@
 In these files a token is written with one character a byte: printable ASCII and Latin-1 as they are, the other bytes, in
 order, as the characters from U+0100 on (a space is U+0120). Reading checks everything that encoding relies on.
 
+Our encoder never finds an added token in text, as `tokenizers` with encode_special_tokens. So a special token's flags
+single_word, lstrip, rstrip and normalized change no ids, and reading ignores them. `tokenizers` always finds an added token
+that is not special: a file with such a token is refused. A post_processor is ignored too: it adds tokens around a text's ids.
+
 Source: Radford et al. 2019; the table is that of the released GPT-2 encoder, the format that of Hugging Face tokenizers.
 """
 
@@ -116,32 +120,56 @@ def read_tokenizer_json(path: Path, special_tokens: Sequence[str] = ()) -> Vocab
         raise ValueError(f"{path}: {expected}, got {_short(splitter)}")
     vocab: dict[str, Any] = _field(path, model, "vocab", dict)
     special = {name: vocab[name] for name in special_tokens if name in vocab}
-    for number, row in enumerate(_field(path, content, "added_tokens", list)):
-        if not isinstance(row, dict) or not isinstance(row.get("content"), str) or not _is_id(row.get("id")):
-            raise ValueError(f"{path}: expected added_tokens[{number}] with content and id, got {_short(row)}")
-        special[row["content"]] = row["id"]
+    special.update(_added_tokens(path, _field(path, content, "added_tokens", list)))
     merges = [_pair(path, number, row) for number, row in enumerate(_field(path, model, "merges", list))]
     return _assemble(path, vocab, merges, special)
 
 
-def read_gpt2(folder: Path, special_tokens: Sequence[str]) -> Vocabulary:
-    """Read GPT-2's vocabulary and merges; those of `special_tokens` that the vocabulary has are special.
+def _added_tokens(path: Path, rows: Sequence[Any]) -> dict[str, int]:
+    """The id of each added token; all of them must be special."""
+    added: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict) or not isinstance(row.get("content"), str) or not _is_id(row.get("id")):
+            raise ValueError(f"{path}: expected added_tokens[{number}] with content and id, got {_short(row)}")
+        name, token = row["content"], row["id"]
+        if row.get("special") is not True:
+            got = _short(row["special"]) if "special" in row else "nothing"
+            why = "tokenizers finds any other in text, we do not; set it to true if no text may give it"
+            raise ValueError(f"{path}: expected special true for the added token {name!r} (id {token}), got {got}: {why}")
+        if added.setdefault(name, token) != token:
+            raise ValueError(f"{path}: the added token {name!r} has two ids, {added[name]} and {token}")
+    return added
+
+
+def read_folder(folder: Path, special_tokens: Sequence[str]) -> Vocabulary:
+    """Read GPT-2's two files if a folder has both, else its tokenizer.json.
+
+    Args:
+        folder: with vocab.json (or encoder.json) and merges.txt (or vocab.bpe), or with tokenizer.json.
+        special_tokens: those that the vocabulary has are special.
 
     Raises:
         ValueError: a file is missing or malformed.
     """
-    paths = []
-    for names in (("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")):
-        found = [folder / name for name in names if (folder / name).is_file()]
-        if not found:
-            raise ValueError(f"{folder}: expected {names[0]} or {names[1]} in it, found neither")
-        paths.append(found[0])
-    vocab = _read_json(paths[0])
+    pairs = (("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe"))
+    found = [[folder / name for name in names if (folder / name).is_file()] for names in pairs]
+    if all(found):
+        return _read_gpt2(folder, found[0][0], found[1][0], special_tokens)
+    if (folder / "tokenizer.json").is_file():
+        return read_tokenizer_json(folder / "tokenizer.json", special_tokens)
+    expected = "expected vocab.json and merges.txt (or encoder.json and vocab.bpe), or tokenizer.json in it"
+    alone = [path.name for paths in found for path in paths]
+    raise ValueError(f"{folder}: {expected}, found {f'only {alone[0]}' if alone else 'none of them'}")
+
+
+def _read_gpt2(folder: Path, vocab_path: Path, merges_path: Path, special_tokens: Sequence[str]) -> Vocabulary:
+    """A vocabulary of GPT-2's two files."""
+    vocab = _read_json(vocab_path)
     try:
-        lines = paths[1].read_text(encoding="utf-8").split("\n")
+        lines = merges_path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{paths[1]}: expected UTF-8, got {error.reason} at byte {error.start}") from None
-    merges = [_pair(paths[1], number, line) for number, line in enumerate(lines) if line and not line.startswith("#version")]
+        raise ValueError(f"{merges_path}: expected UTF-8, got {error.reason} at byte {error.start}") from None
+    merges = [_pair(merges_path, number, line) for number, line in enumerate(lines) if line and not line.startswith("#version")]
     return _assemble(folder, vocab, merges, {name: vocab[name] for name in special_tokens if name in vocab})
 
 

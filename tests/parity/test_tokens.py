@@ -25,6 +25,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 
 from stages.conversations import ROLES, render, render_prompt
 from stages.tokenizer import Tokenizer
+from stages.unicode_classes import LETTER, NUMBER, SPACE, character_classes
 from tests.parity.cases import EULER, GPT2, SPECIAL, exported, text, trained
 
 STDLIB_BYTES = 30_000_000
@@ -63,6 +64,20 @@ def trained_here() -> tuple[Tokenizer, Judge]:
 
 PAIRS = pytest.mark.parametrize("pair", [gpt2, trained_here], ids=["tiktoken", "tokenizers"])
 Pair = Callable[[], tuple[Tokenizer, Judge]]
+
+
+@pytest.mark.parametrize(("kind", "pattern"), [(LETTER, r"\p{L}"), (NUMBER, r"\p{N}"), (SPACE, r"\s")])
+def test_classes_of_every_assigned_character(kind: int, pattern: str) -> None:
+    """Would catch a character of another class than tiktoken's, also where no merge shows the split.
+
+    An encoding whose words are the matches of one class, and whose tokens are bytes, gives the characters of this class.
+    """
+    assigned = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    theirs = tiktoken.Encoding("class", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    found = bytes(theirs.encode_ordinary("".join(assigned))).decode("utf-8")
+    classes = character_classes()
+    assert [c for c in assigned if classes[ord(c)] == kind] == list(found), unicodedata.unidata_version
 
 
 def assert_same(pair: Pair, texts: list[str], where: str = "") -> int:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stages import tokenizer as tokenizer_module
 from stages.pretokenizer import cut_spans, word_end
 from stages.tokenizer import Tokenizer, Utf8Stream
 from stages.tokenizer_file import BYTE_ORDER, Vocabulary
@@ -353,3 +354,43 @@ def test_without_the_compiler() -> None:
         command = [sys.executable, "-W", "error", "-c", script]
         outputs.add(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
     assert len(outputs) == 1
+
+
+# Ctrl-C that waits for compiled code (or for a thread at exit) costs minutes: the call below takes hours, without an
+# instruction of Python in it. The compiled functions must leave the interpreter's lock, or the waiting thread would not run.
+@pytest.mark.parametrize("name", ["learn_merges", "count_words", "encode_spans"])
+def test_ctrl_c_is_answered_while_compiled_code_runs(name: str) -> None:
+    assert getattr(tokenizer_module, name).targetoptions["nogil"]
+    script = (
+        "import _thread, hashlib, signal, sys\n"
+        "from threading import Timer\n"
+        "from stages import tokenizer\n"
+        "from stages.program import command_main\n"
+        "def endless(*arguments):\n"
+        "    Timer(0.2, _thread.interrupt_main).start()\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "made = tokenizer.Tokenizer.train(['aa'], 257, [], threads=1)\n"
+        "setattr(tokenizer, sys.argv[1], endless)\n"
+        "text = 'a tale ' * 200_000\n"
+        "command_main(lambda _: made.encode(text) if sys.argv[1] == 'encode_spans' else made.train([text], 258, [], threads=1))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, name], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+# A worker that still computes after Ctrl-C shares its cache with the next call's worker: ids of two texts would mix.
+def test_encoding_goes_on_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.train([REFERENCE_TEXT[:12_000]], 600, SPECIAL)
+    tokenizer.encode(REFERENCE_TEXT)
+    caches = list(tokenizer._caches)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("stages.tokenizer.on_threads", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tokenizer.encode("the " * 300_000)
+    assert tokenizer.encode(REFERENCE_TEXT).tolist() == trained()[0].encode(REFERENCE_TEXT).tolist()
+    assert all(one is not other for one in tokenizer._caches for other in caches)
