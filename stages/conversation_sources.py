@@ -1,34 +1,59 @@
 """Where conversations come from: records of several shapes -> lists of messages {"role", "content"}.
 
     messages            {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]}
-    prompt_completion   {"prompt": ..., "completion": ...}
+    sharegpt            {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}
+    prompt_completion   {"prompt": ..., "completion": ...}: texts, or lists of messages
     alpaca              {"instruction": ..., "input": ..., "output": ...}: input, if any, follows after an empty line
-    auto                one of these three, told by the row's keys
+    auto                one of these four, told by the row's keys
     play                Markdown of a play: successive speeches of a scene, see `play_conversations`
     chatterbot          YAML of chatterbot-corpus: lists of lines that two speakers say in turn
 
-A conversation is an optional system message, then user and assistant in turn. User messages after the last answer are
-cut off, since nothing would be learnt from them.
+A conversation is an optional system message, then user and assistant in turn. It is made from a row's messages like this:
+
+    role developer is system; human, gpt and the like are ShareGPT's names of user and assistant
+    messages of tools, and assistant messages that only call tools, are left out and counted
+    neighbouring messages of one role are joined with an empty line between them
+    assistant messages before the first user message are left out
+    an exchange with an empty question or an empty answer is left out, and so is what follows the last answer
+
+A row that is none of this is a bad row: it is left out and counted, or ends the run (`on_bad_row`).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal
 
 from stages.corpus import Document, Source
 from stages.plays import scenes
 from stages.sources import Record
 
-Messages = list[dict[str, str]]
-ROW_KEYS = ("messages", "prompt", "completion", "instruction", "input", "output")
-_ROLES = ("system", "user", "assistant")
+ROW_KEYS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output")
+# The keys of each shape that a row is told by, in this order.
+SHAPES = {
+    "messages": {"messages"},
+    "sharegpt": {"conversations"},
+    "prompt_completion": {"prompt", "completion"},
+    "alpaca": {"instruction", "output"},
+}
+TOOL = "tool"  # the role of a message that is left out
+ROLES = {
+    **{name: "system" for name in ("system", "developer")},
+    **{name: "user" for name in ("user", "human")},
+    **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bot", "model")},
+    **{name: TOOL for name in ("tool", "function", "function_call", "function_response", "observation", "ipython")},
+}
+NAMED_BAD_ROWS = 3  # of a run, one line each
+
+Turn = tuple[str, str]  # role and content
 
 
 @dataclass(frozen=True)
 class Conversation(Document):
-    """A conversation as a document: `text` is its first message, by which it is held out; `size` its bytes."""
+    """A conversation as a document: `text` is its first question, by which it is held out; `size` its bytes."""
 
-    messages: tuple[tuple[str, str], ...]  # (role, content)
+    messages: tuple[Turn, ...]
 
     @property
     def chars(self) -> int:
@@ -40,78 +65,155 @@ class Conversation(Document):
         return {"messages": [{"role": role, "content": content} for role, content in self.messages]}
 
 
-def read_conversations(source: Source, records: Iterator[Record], max_chars: int | None) -> Iterator[Conversation]:
+@dataclass
+class LeftOut:
+    """What was left out on the way, counted; the first bad rows are named on standard error.
+
+    Args:
+        on_bad_row: "error" ends the run with the first bad row.
+    """
+
+    on_bad_row: Literal["leave_out", "error"] = "error"
+    empty: int = 0
+    tool_messages: int = 0
+    bad_rows: int = 0
+    first_reason: str = field(default="", repr=False)
+
+    def bad_row(self, error: ValueError) -> None:
+        """Counts a bad row, or raises its error."""
+        if self.on_bad_row == "error":
+            raise error
+        self.bad_rows += 1
+        self.first_reason = self.first_reason or str(error)
+        if self.bad_rows <= NAMED_BAD_ROWS:
+            print(f"left out: {error}", file=sys.stderr)
+
+
+def read_conversations(
+    source: Source, records: Iterator[Record], max_chars: int | None, left_out: LeftOut
+) -> Iterator[Conversation]:
     """Conversations of a source's records in order, also those that are too long, which the caller counts.
 
     Raises:
-        ValueError: a record has none of the shapes above, or a message is not a role and a text; the place is named.
+        ValueError: a bad row, with on_bad_row "error"; or the source's format is not for records of this kind.
     """
     for record in records:
-        for turns in _turns(source, record, max_chars):
-            messages = _checked(turns, record.where)
+        for turns in _turns(source, record, max_chars, left_out):
+            try:
+                messages = _conversation(turns, record.where, left_out)
+            except ValueError as error:
+                left_out.bad_row(error)
+                continue
             if messages:
                 size = sum(len(content.encode()) for _, content in messages)
                 first = next(content for role, content in messages if role == "user")
                 yield Conversation(record.name, first, size, messages)
+            else:
+                left_out.empty += 1
 
 
-def _turns(source: Source, record: Record, max_chars: int | None) -> Iterator[list[tuple[Any, Any]]]:
+def _turns(source: Source, record: Record, max_chars: int | None, left_out: LeftOut) -> Iterator[Sequence[tuple[Any, Any]]]:
     if isinstance(record.value, dict):
         if source.format in ("play", "chatterbot"):
             raise ValueError(f"{record.where}: the format {source.format} is read from whole texts, not from rows")
-        yield _row_turns(record.value, source.format, record.where)
+        try:
+            yield _row_turns(record.value, source.format, record.where)
+        except ValueError as error:
+            left_out.bad_row(error)
     elif source.format == "play":
         yield from play_conversations(record.value, source.max_exchanges, max_chars)
     elif source.format == "chatterbot":
         yield from _chatterbot_conversations(record.value, source.max_exchanges, record.where)
     else:
-        raise ValueError(f"{record.where}: conversations of the format {source.format} are rows of .jsonl or .parquet")
+        kinds = ".json, .jsonl or .parquet"
+        raise ValueError(f"{record.where}: conversations of the format {source.format} are rows of {kinds}")
 
 
 def _row_turns(row: dict[str, Any], shape: str, where: str) -> list[tuple[Any, Any]]:
+    """The messages of a row as pairs of role and content, not yet checked."""
     if shape == "auto":
         shape = _shape(row, where)
     try:
-        if shape == "messages":
-            return [(message["role"], message["content"]) for message in row["messages"]]
+        if shape in ("messages", "sharegpt"):
+            return _listed(row["messages" if shape == "messages" else "conversations"])
         if shape == "prompt_completion":
-            return [("user", row["prompt"]), ("assistant", row["completion"])]
+            return [*_listed(row["prompt"], "user"), *_listed(row["completion"], "assistant")]
         question = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
         return [("user", question), ("assistant", row["output"])]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where}: not of the shape {shape} ({type(error).__name__}: {error})") from None
 
 
+def _listed(value: Any, role: str = "") -> list[tuple[Any, Any]]:
+    """Messages of a list, by either pair of keys; a text, where a role is given, is one message of it."""
+    if isinstance(value, str) and role:
+        return [(role, value)]
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list of messages, got {type(value).__name__}")
+    found = []
+    for message in value:
+        calls = message.get("tool_calls") or message.get("function_call")
+        content = message["content"] if "content" in message or "value" not in message else message["value"]
+        found.append((message["role"] if "role" in message else message["from"], content))
+        if calls and not content:
+            found[-1] = (TOOL, "")
+    return found
+
+
 def _shape(row: dict[str, Any], where: str) -> str:
-    for shape, keys in (
-        ("messages", {"messages"}),
-        ("prompt_completion", {"prompt", "completion"}),
-        ("alpaca", {"instruction", "output"}),
-    ):
+    for shape, keys in SHAPES.items():
         if all(row.get(key) is not None for key in keys):
             return shape
-    raise ValueError(f"{where}: expected messages, or prompt and completion, or instruction and output; "
+    raise ValueError(f"{where}: expected messages, conversations, prompt and completion, or instruction and output; "
                      f"got the keys {', '.join(sorted(row)) or 'of an empty object'}")  # fmt: skip
 
 
-def _checked(turns: list[tuple[Any, Any]], where: str) -> tuple[tuple[str, str], ...]:
-    """The turns as (role, content), cut after the last answer; empty if there is none."""
-    for role, content in turns:
-        if role not in _ROLES or not isinstance(content, str):
-            raise ValueError(f"{where}: expected a role among {', '.join(_ROLES)} and a text as content, "
-                             f"got {role!r} and {type(content).__name__}")  # fmt: skip
-        try:
-            content.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{where}: a message holds half a character (a lone surrogate), not valid in UTF-8") from None
-    spoken = [role for role, _ in turns if role != "system"]
-    in_turn = all(role == ("user", "assistant")[index % 2] for index, role in enumerate(spoken))
-    if not in_turn or any(role == "system" for role, _ in turns[1:]):
-        raise ValueError(f"{where}: expected user and assistant in turn, a system message only before them; "
-                         f"got {', '.join(str(role) for role, _ in turns)}")  # fmt: skip
-    while turns and turns[-1][0] != "assistant":
-        turns = turns[:-1]
-    return tuple(turns)
+def _conversation(turns: Sequence[tuple[Any, Any]], where: str, left_out: LeftOut) -> tuple[Turn, ...]:
+    """The turns as a conversation, empty if there is no question with an answer; ValueError where a turn is none."""
+    read = [_turn(role, content, where) for role, content in turns]
+    spoken = [turn for turn in read if turn[0] != TOOL]
+    left_out.tool_messages += len(read) - len(spoken)
+    joined = [(role, "\n\n".join(text for _, text in group)) for role, group in groupby(spoken, key=lambda turn: turn[0])]
+    system = joined[:1] if joined and joined[0][0] == "system" else []
+    rest = joined[len(system) :]
+    if any(role == "system" for role, _ in rest):
+        roles = ", ".join(role for role, _ in joined)
+        raise ValueError(f"{where}: expected a system message only before all others, got {roles}")
+    if rest and rest[0][0] == "assistant":
+        rest = rest[1:]
+    exchanges = zip(rest[::2], rest[1::2], strict=False)  # of roles in turn; a last question has no answer
+    kept = [exchange for exchange in exchanges if all(content.strip() for _, content in exchange)]
+    if system and not system[0][1].strip():
+        system = []
+    return tuple([*system, *(turn for exchange in kept for turn in exchange)]) if kept else ()
+
+
+def _turn(role: Any, content: Any, where: str) -> Turn:
+    """One message with the role's own name; ValueError where it has no such role or no text."""
+    name = ROLES.get(role) if isinstance(role, str) else None
+    if name is None:
+        raise ValueError(f"{where}: expected a role among {', '.join(sorted(ROLES))}, got {role!r:.60}")
+    if name == TOOL:
+        return TOOL, ""
+    if isinstance(content, list):
+        content = "".join(_part(part, where) for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: expected a text as content of {role}, got {type(content).__name__}")
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: a message holds half a character (a lone surrogate), not valid in UTF-8") from None
+    return name, content
+
+
+def _part(part: Any, where: str) -> str:
+    """The text of one part of a content that is a list."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise ValueError(f"{where}: expected parts of the type text, got one of {kind!r:.60}")
 
 
 def play_conversations(markdown: str, max_exchanges: int, max_chars: int | None) -> Iterator[list[tuple[str, str]]]:

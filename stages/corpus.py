@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from stages.text_files import read_rows
 
@@ -24,7 +24,7 @@ KINDS = {
 }
 NOTHING = "conf/none"  # the path that means "not used": a file that never changes, since DVC's dependencies need a path
 CORPUS_FORMATS = ("auto", "play")
-CONVERSATION_FORMATS = ("auto", "messages", "prompt_completion", "alpaca", "play", "chatterbot")
+CONVERSATION_FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "alpaca", "play", "chatterbot")
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ class Conversations:
     sources: tuple[Source, ...]
     validation: Validation
     max_chars: int | None = None  # longer conversations, all messages together, are left out; None: no limit
+    on_bad_row: Literal["leave_out", "error"] = "leave_out"
     local_path: str = NOTHING  # the file or folder of this machine that holds all that the sources read there
 
     def __post_init__(self) -> None:

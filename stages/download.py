@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from stages.conversation_sources import ROW_KEYS, Conversation, read_conversations
-from stages.corpus import SPLITS, Conversations, Corpus, Document, divide, limited, mix
+from stages.conversation_sources import ROW_KEYS, Conversation, LeftOut, read_conversations
+from stages.corpus import SPLITS, VAL, Conversations, Corpus, Document, divide, limited, mix
 from stages.program import stage_main
 from stages.settings import Settings
 from stages.sources import Opened, open_source, read_source
@@ -24,6 +24,7 @@ DOCUMENTS = {split: FOLDER / f"{split}.jsonl.zst" for split in SPLITS}
 CONVERSATIONS = {split: FOLDER / f"conversations.{split}.jsonl.zst" for split in SPLITS}
 MANIFEST = FOLDER / "manifest.json"
 
+MANY_TAILS, SHORT_TAIL_BYTES = 100, 100  # from so many documents on, ends of fewer bytes on average are refused
 _REPORT_BYTES = 100_000_000  # text between two lines of progress
 
 
@@ -59,12 +60,24 @@ def write_conversations(conversations: Conversations, folder: Path) -> dict[str,
     opened = [open_source(source, ROW_KEYS) for source in conversations.sources]
     limit, left_out = conversations.max_chars, {"too_long": 0, "repeated": 0}
     seen: set[bytes] = set()
+    unread = LeftOut(conversations.on_bad_row)
     streams = [
-        _chosen(read_conversations(source, one.records, limit), limit, seen, left_out)
+        _chosen(read_conversations(source, one.records, limit, unread), limit, seen, left_out)
         for source, one in zip(conversations.sources, opened, strict=True)
     ]
     paths = [folder / path.name for path in CONVERSATIONS.values()]
-    return _write("conversations", conversations, opened, streams, paths) | {"left_out": left_out}
+    try:
+        section = _write("conversations", conversations, opened, streams, paths)
+    except ValueError as error:
+        if not unread.bad_rows:
+            raise
+        raise ValueError(f"{error}; {unread.bad_rows:,} bad rows, the first: {unread.first_reason}") from None
+    if unread.bad_rows:
+        print(f"conversations: {unread.bad_rows:,} bad rows left out; on_bad_row=error ends at the first", file=sys.stderr)
+    if section["val"]["count"] == 1:
+        print("conversations: one is held out, so eval has no answer_loss_shuffled; hold out more by validation.fraction")
+    counts = {"empty": unread.empty, "tool_messages": unread.tool_messages, "bad_rows": unread.bad_rows}
+    return section | {"left_out": left_out | counts}
 
 
 def _chosen(
@@ -94,6 +107,7 @@ def _write(
     validations = [source.validation or settings.validation for source in sources]
     bounded = [limited(stream, source.max_bytes) for source, stream in zip(sources, streams, strict=True)]
     splits: dict[str, Any] = {split: {"count": 0, "bytes": 0} for split in SPLITS}
+    cut = {"count": 0, "bytes": 0}  # held-out parts of documents that `tail` cut
     taken = [{"count": 0, "bytes": 0} for _ in sources]
     unmatched = {pattern for validation in validations for pattern in validation.documents}
     with ExitStack() as files:
@@ -105,14 +119,19 @@ def _write(
             unmatched -= {glob for glob in validations[index].documents if fnmatchcase(document.name, glob)}
             for split, part in divide(document, validations[index]):
                 writers[split].write(part.row())
+                if validations[index].tail and split == VAL:
+                    cut["count"] += 1
+                    cut["bytes"] += part.size
                 for count in (splits[split], taken[index]):
                     count["count"] += 1
                     count["bytes"] += part.size
             _report(section, sum(count["bytes"] for count in taken), document.size)
         if sources:  # else the corpus is `none`
             _check(section, settings, splits, unmatched)
+            _check_tails(section, cut)
         for split, writer in writers.items():
             splits[split]["sha256"] = writer.finish()
+            splits[split]["text_sha256"] = writer.text_sha256
     credits = [
         {"kind": source.kind, "license": source.license, "weight": source.weight, **one.facts, **count}
         for source, one, count in zip(sources, opened, taken, strict=True)
@@ -135,6 +154,16 @@ def _check(section: str, settings: Corpus | Conversations, splits: dict[str, Any
         if not splits[split]["count"]:
             raise ValueError(f"{section} {settings.name}: the split {split} is empty, all that {labels} has went to the "
                              f"other; change {section}.validation")  # fmt: skip
+
+
+def _check_tails(section: str, cut: dict[str, int]) -> None:
+    """Raises ValueError where what `tail` cut off many documents is too short to measure anything: the end of a line each."""
+    if cut["count"] >= MANY_TAILS and cut["bytes"] < SHORT_TAIL_BYTES * cut["count"]:
+        average = cut["bytes"] / cut["count"]
+        raise ValueError(
+            f"{section}.validation.tail: the held-out ends of {cut['count']:,} documents have {average:.0f} bytes on average; "
+            f"hold out whole documents: set {section}.validation.tail=0 {section}.validation.fraction=0.1"
+        )
 
 
 def main() -> None:

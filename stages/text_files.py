@@ -256,12 +256,13 @@ class RowWriter:
     """Writes rows as JSON lines into one zstd frame, whose bytes depend on the rows and the library's version alone."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._digest = stream, hashlib.sha256()
+        self._stream, self._digest, self._text_digest = stream, hashlib.sha256(), hashlib.sha256()
         self._frame = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True).compressobj()
 
     def write(self, row: dict[str, Any]) -> int:
         """Append a row; returns its length in bytes of JSON."""
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        self._text_digest.update(line)
         self._append(self._frame.compress(line))
         return len(line)
 
@@ -269,6 +270,11 @@ class RowWriter:
         """End the frame; returns the SHA-256 of the file."""
         self._append(self._frame.flush())
         return self._digest.hexdigest()
+
+    @property
+    def text_sha256(self) -> str:
+        """The SHA-256 of the lines before compression."""
+        return self._text_digest.hexdigest()
 
     def _append(self, data: bytes) -> None:
         self._digest.update(data)

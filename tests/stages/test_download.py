@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,14 +61,18 @@ def test_outputs_and_manifest(here: Path, capsys: pytest.CaptureFixture[str]) ->
         for split, path in paths.items():
             facts = manifest[section][split]
             assert facts["sha256"] == hashlib.sha256((here / path).read_bytes()).hexdigest()
-            assert facts["count"] == len(list(read_rows(here / path)))
+            found = [row for _, row in read_rows(here / path)]
+            assert facts["count"] == len(found)
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+            assert facts["text_sha256"] == hashlib.sha256(lines.encode()).hexdigest()
     assert manifest["corpus"]["val"]["bytes"] == len(val[0].encode())
     assert manifest["corpus"]["sources"][0]["license"] == "MIT"
 
     rows = {split: [row["messages"] for _, row in read_rows(here / path)] for split, path in download.CONVERSATIONS.items()}
     everything = [json.dumps(messages) for split in rows for messages in rows[split]]
     assert len(everything) == len(set(everything)) == 2 * 3 + 20
-    assert manifest["conversations"]["left_out"] == {"too_long": 0, "repeated": 3}
+    nothing = {"empty": 0, "tool_messages": 0, "bad_rows": 0}
+    assert manifest["conversations"]["left_out"] == {"too_long": 0, "repeated": 3, **nothing}
     assert {len(messages) for messages in rows["val"]} == {2}
     assert sum("macbeth" in json.dumps(messages) for messages in rows["train"]) == 0
     assert sum("macbeth" in json.dumps(messages) for messages in rows["val"]) == 2
@@ -96,8 +101,61 @@ def test_too_long_conversations_are_counted(here: Path) -> None:
     pairs = Source("local", files=("pairs.jsonl",))
     section = Conversations("small", (pairs,), Validation(fraction=0.5), max_chars=len("question 1answer 1"))
     facts = download.write_conversations(section, here / "out")
-    assert facts["left_out"] == {"too_long": 10, "repeated": 3}
+    assert facts["left_out"] == {"too_long": 10, "repeated": 3, "empty": 0, "tool_messages": 0, "bad_rows": 0}
     assert facts["train"]["count"] + facts["val"]["count"] == 10
+
+
+def test_bad_rows_and_empty_answers_are_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches one bad row that ends the run, and rows that are missing from the manifest and from what is printed."""
+    rows: list[dict[str, Any]] = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(20)]
+    rows += [{"prompt": "q", "completion": " "}, {"other": 1}, {}]
+    (here / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8", newline="\n")
+    section = Conversations("small", (Source("local", files=("pairs.jsonl",)),), Validation(fraction=0.3))
+    facts = download.write_conversations(section, here / "out")
+    assert facts["left_out"] == {"too_long": 0, "repeated": 0, "empty": 1, "tool_messages": 0, "bad_rows": 2}
+    assert facts["train"]["count"] + facts["val"]["count"] == 20
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in said[:2]] == ["left out: pairs.jsonl"] * 2
+    assert said[2] == "conversations: 2 bad rows left out; on_bad_row=error ends at the first"
+    with pytest.raises(ValueError, match=r"^pairs\.jsonl, line 22: expected messages, "):
+        download.write_conversations(replace(section, on_bad_row="error"), here / "out")
+
+
+def test_nothing_but_bad_rows(here: Path) -> None:
+    """Catches an error that says all texts are empty where a key is mistyped."""
+    (here / "pairs.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 9, encoding="utf-8", newline="\n")
+    section = Conversations("small", (Source("local", files=("pairs.jsonl",)),), Validation(fraction=0.3))
+    with pytest.raises(ValueError, match=r"nothing to read in .*; 9 bad rows, the first: pairs\.jsonl, line 1: .* answer"):
+        download.write_conversations(section, here / "out")
+
+
+def test_one_held_out_conversation_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a figure of eval's that is missing after all training, without a word before."""
+    rows = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(40)]
+    (here / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8", newline="\n")
+    source, alone = Source("local", files=("pairs.jsonl",)), 0
+    for fraction in (0.01, 0.02, 0.03, 0.05, 0.3):
+        with suppress(ValueError):  # no conversation is held out
+            facts = download.write_conversations(Conversations("small", (source,), Validation(fraction=fraction)), here / "out")
+            told = "so eval has no answer_loss_shuffled" in capsys.readouterr().out
+            assert told == (facts["val"]["count"] == 1)
+            alone += told
+    assert alone
+
+
+# 20,000 files of one line gave a held-out set of 4-character documents, whose bits a byte mean nothing.
+@pytest.mark.parametrize(("count", "length", "refused"), [(120, 60, True), (120, 2000, False), (30, 60, False)])
+def test_short_tails_of_many_documents_are_refused(here: Path, count: int, length: int, refused: bool) -> None:
+    (here / "many").mkdir()
+    for number in range(count):
+        (here / "many" / f"{number}.txt").write_text(f"{number} " + "x" * length, encoding="utf-8", newline="\n")
+    corpus = Corpus("many", (Source("local", files=("many/*",)),), Validation(tail=0.1))
+    if refused:
+        with pytest.raises(ValueError, match=r"^corpus\.validation\.tail: the held-out ends of 120 documents have [67] bytes "
+                                             r".*set corpus\.validation\.tail=0 corpus\.validation\.fraction=0\.1$"):  # fmt: skip
+            download.write_corpus(corpus, here / "out")
+        corpus = replace(corpus, validation=Validation(fraction=0.1))
+    assert download.write_corpus(corpus, here / "out")["val"]["count"] > 0
 
 
 def test_empty_splits_and_globs_without_effect(here: Path) -> None:
