@@ -2,10 +2,13 @@
 
     python -m stages.chat                      asks for messages; from a pipe, takes each line as one
     python -m stages.chat --prompt "Hello"     prints the answer, and nothing else
+    python -m stages.chat --system "Be brief." with a system message in front of the conversation
 
-Ctrl-C stops the answer, Ctrl-D leaves, /help lists what can be set. Answers go to standard output, all else to standard
-error. What the model reads, conversation and answer, has to fit its context: where too little room is left for an answer,
-the oldest turns are left out, a question and its answer at a time, and a line says so; an answer ends where the context does.
+Ctrl-C stops the answer, Ctrl-D leaves, /help lists what can be set. A message that begins with a slash is written with two.
+Answers go to standard output, all else to standard error.
+
+System message, conversation and answer have to fit the model's context. When the conversation no longer fits, the oldest
+question-answer pairs are dropped, and a notice says so; the system message stays. An answer ends where the context does.
 """
 
 import sys
@@ -28,9 +31,11 @@ HELP = """\
 /top_p P         draws among the likeliest tokens with a share P of the probability, 1 is off
 /seed N          the same messages after the same seed get the same answers
 /max_tokens N    most tokens of an answer
+/system TEXT     begins a new conversation behind this system message; without a text, behind none
 /show            the settings, and how full the context is
-/reset           begins a new conversation
-/exit            leaves, as does Ctrl-D; Ctrl-C stops an answer"""
+/reset           begins a new conversation; the system message stays
+/exit            leaves, as does Ctrl-D; Ctrl-C stops an answer
+//TEXT           sends the message /TEXT"""
 
 WHOLE = ("top_k", "seed", "max_tokens")  # the settings that are integers
 SETTINGS = ("temperature", "top_p", *WHOLE)
@@ -54,7 +59,8 @@ class Chat:
     ) -> None:
         self._engine, self._words, self._speculation = engine, words, speculation
         self.sampling, self.max_tokens = sampling, max_tokens
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, str]] = []  # without the system message
+        self.system = ""
         self._answers = 0
         self._end = special_id(words, END)
         # Typed text never holds a special token; what the model writes must not either.
@@ -63,6 +69,19 @@ class Chat:
     def reset(self) -> None:
         """Begin a new conversation; with the same seed the same messages get the same answers again."""
         self.messages, self._answers = [], 0
+
+    def begin(self, system: str) -> None:
+        """Begin a new conversation behind a system message, or behind none where it is empty.
+
+        Raises:
+            ValueError: it leaves no room for a question and an answer.
+        """
+        before, self.system = self.system, system
+        context, shortest = self._engine.config.context, [{"role": "user", "content": ""}]
+        if (length := self._length(shortest)) >= context:
+            self.system = before
+            raise ValueError(f"the system message takes {length} tokens of the {context} that the model reads; shorten it")
+        self.reset()
 
     def fit(self, text: str) -> tuple[list[dict[str, str]], int]:
         """The conversation with a new question, without its oldest turns where the context is too small.
@@ -88,7 +107,7 @@ class Chat:
 
     def answer(self, messages: list[dict[str, str]], write: Callable[[str], None]) -> Ending:
         """Answer what `fit` returned, in whole characters as they come; the conversation is then that and the answer."""
-        prompt, stream = render_prompt(messages, self._words).tolist(), Utf8Stream(self._words)
+        prompt, stream = render_prompt(self._read(messages), self._words).tolist(), Utf8Stream(self._words)
         limit = min(self.max_tokens, self._engine.config.context - len(prompt))
         sampling = replace(self.sampling, seed=self.sampling.seed + self._answers)
         settings: dict[str, Any] = {"stop": [self._end], "banned": self._banned, "speculation": self._speculation}
@@ -126,15 +145,20 @@ class Chat:
     def describe(self) -> str:
         """The settings, and how full the context is, in a line."""
         s, turns = self.sampling, len(self.messages) // 2
-        used = self._length(self.messages) if self.messages else 0
+        used = self._length(self.messages) if self.messages or self.system else 0
         return (
             f"temperature {s.temperature:g}, top_k {s.top_k}, top_p {s.top_p:g}, seed {s.seed}, max_tokens {self.max_tokens}; "
             f"{turns} turn{'s' * (turns != 1)}, {used} of {self._engine.config.context} tokens"
+            + (f"; system message {self.system!r}" if self.system else "")
             + (f"; {self._speculation.describe()}" if self._speculation else "")
         )
 
+    def _read(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        """What the model reads of a conversation."""
+        return [{"role": "system", "content": self.system}, *messages] if self.system else messages
+
     def _length(self, messages: list[dict[str, str]]) -> int:
-        return len(render_prompt(messages, self._words))
+        return len(render_prompt(self._read(messages), self._words))
 
 
 def obey(chat: Chat, command: str) -> str:
@@ -142,6 +166,9 @@ def obey(chat: Chat, command: str) -> str:
     name, _, value = command.removeprefix("/").partition(" ")
     if name in SETTINGS:
         chat.set(name, value.strip())
+    elif name == "system":
+        chat.begin(value.strip())
+        return "a new conversation, " + ("behind this system message" if chat.system else "without a system message")
     elif name == "reset":
         chat.reset()
         return "a new conversation"
@@ -182,10 +209,10 @@ def converse(chat: Chat) -> None:
             line = input(prompt).strip()
             if line == "/exit":
                 return
-            if line.startswith("/"):
+            if line.startswith("/") and not line.startswith("//"):
                 tell(obey(chat, line))
             elif line:
-                reply(chat, line)
+                reply(chat, line.removeprefix("/") if line.startswith("//") else line)
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -203,10 +230,12 @@ def run(argv: list[str]) -> None:
     """
     parser = command_parser("chat", __doc__ or "", model="sft")
     parser.add_argument("--prompt", help="the one message to answer")
+    parser.add_argument("--system", default="", metavar="TEXT", help="a system message before the conversation; default none")
     args = parser.parse_args(argv)
     sampling, max_tokens = sampling_of(args), at_least_one("max_tokens", args.max_tokens)
     engine, words = open_model(args.model, args.tokenizer, args.threads)
     chat = Chat(engine, words, sampling, max_tokens, speculation_of(args, engine))
+    chat.begin(args.system)
     if args.prompt is not None:
         if reply(chat, args.prompt) == "interrupt":
             raise KeyboardInterrupt

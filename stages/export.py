@@ -4,7 +4,11 @@
     python -m stages.export format=hf model=pretrain output=export/base
 
 model is sft (chat, the default), pretrain (base) or a checkpoint's folder; tokenizer its tokenizer.json, data/train_bpe's
-where none is given; output the folder written to, export/hf where none is given.
+where none is given; output the folder written to, export/hf where none is given. kind is base or chat: what the model is. The
+folders of this pipeline tell it themselves; a checkpoint elsewhere is taken for a chat model unless kind=base is given.
+
+Every document that a base model was trained on begins with <|endoftext|>, so the tokenizer of its export puts that token in
+front of a text. A chat model's does not: its conversations begin with their template's own tokens.
 
 A model of the euler parts becomes a LlamaForCausalLM, one of GPT-2's parts a GPT2LMHeadModel; other mixtures have no class
 there and are refused. Neither class has further prediction heads: they are kept beside it, in mtp_heads.safetensors. Padding
@@ -22,7 +26,7 @@ import numpy as np
 
 from kernels.config import ModelConfig
 from stages.checkpoint import Checkpoint, write_arrays
-from stages.conversations import END, PAD, ROLES
+from stages.conversations import END, PAD, ROLES, special_id
 from stages.generate import SEPARATOR, open_checkpoint
 from stages.program import command_main
 from stages.text_files import write_text
@@ -30,7 +34,8 @@ from stages.tokenizer import Tokenizer
 
 Weights = dict[str, np.ndarray]
 
-DEFAULTS = {"format": "", "model": "sft", "tokenizer": "data/train_bpe/tokenizer.json", "output": "export/hf"}
+DEFAULTS = {"format": "", "model": "sft", "tokenizer": "data/train_bpe/tokenizer.json", "output": "export/hf", "kind": ""}
+KINDS = {"pretrain": "base", "sft": "chat"}  # of the models that the stages make
 FURTHER_HEADS = "mtp_heads.safetensors"
 FORMAT = {"format": "pt"}  # which transformers asks of a safetensors file
 
@@ -180,13 +185,41 @@ def tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
     return content
 
 
+def tokenizer_json(tokenizer: Tokenizer, *, begins_text: bool) -> dict[str, Any]:
+    """tokenizer.json; with begins_text the separator stands in front of every text, as it stands in front of a document."""
+    content: dict[str, Any] = json.loads(tokenizer.json)
+    if begins_text:
+        first = [{"SpecialToken": {"id": SEPARATOR, "type_id": number}} for number in (0, 1)]
+        texts = [{"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")]
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [first[0], texts[0]],
+            "pair": [first[0], texts[0], first[1], texts[1]],
+            "special_tokens": {
+                SEPARATOR: {"id": SEPARATOR, "ids": [special_id(tokenizer, SEPARATOR)], "tokens": [SEPARATOR]},
+            },
+        }
+    return content
+
+
+def kind_of(model: str, kind: str) -> str:
+    """base or chat: as given, else by the stage that makes the model; chat for a folder elsewhere.
+
+    Raises:
+        ValueError: the kind is neither.
+    """
+    if kind and kind not in KINDS.values():
+        raise ValueError(f"kind: expected base or chat, got {kind}")
+    return kind or KINDS.get(model) or KINDS.get(Path(model).resolve().parent.name) or "chat"
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """A JSON file, whole or not at all."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def export(checkpoint: Checkpoint, tokenizer: Tokenizer, output: Path) -> str:
-    """Writes the folder; returns the name of the class.
+def export(checkpoint: Checkpoint, tokenizer: Tokenizer, output: Path, *, kind: str) -> str:
+    """Writes the folder of a model of this kind, base or chat; returns the name of the class.
 
     Raises:
         ValueError: the model's parts have no class in transformers, or the folder cannot be written.
@@ -205,7 +238,7 @@ def export(checkpoint: Checkpoint, tokenizer: Tokenizer, output: Path) -> str:
     write_json(output / "config.json", model_json(c, name) | ids)
     write_json(output / "generation_config.json", ids)
     write_json(output / "tokenizer_config.json", tokenizer_config(tokenizer, c.context))
-    tokenizer.save(output / "tokenizer.json")
+    write_json(output / "tokenizer.json", tokenizer_json(tokenizer, begins_text=kind == "base"))
     return name
 
 
@@ -226,10 +259,11 @@ def run(argv: list[str]) -> None:
         chosen[key] = value
     if chosen["format"] != "hf":
         raise ValueError(f"format: expected hf, got {chosen['format'] or 'none'}; give format=hf")
+    kind = kind_of(chosen["model"], chosen["kind"])
     checkpoint, tokenizer = open_checkpoint(chosen["model"], Path(chosen["tokenizer"]))
     output = Path(chosen["output"])
-    name = export(checkpoint, tokenizer, output)
-    print(f"{output}: {name}, {checkpoint.config.vocab_size} tokens", file=sys.stderr)
+    name = export(checkpoint, tokenizer, output, kind=kind)
+    print(f"{output}: {name}, {checkpoint.config.vocab_size} tokens, exported as a {kind} model", file=sys.stderr)
 
 
 def main() -> None:

@@ -132,6 +132,11 @@ class Tokenizer:
         except ValueError as error:
             raise ValueError(f"{error}; give train_bpe.take another, or conf/none to learn one") from None
 
+    @property
+    def json(self) -> str:
+        """The canonical tokenizer.json: the same tokenizer gives the same text."""
+        return self._json.decode("utf-8")
+
     def save(self, path: Path) -> None:
         """Write the canonical tokenizer.json, whole or not at all: the same tokenizer gives the same bytes."""
         with atomic_file(path) as stream:

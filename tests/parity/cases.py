@@ -81,9 +81,9 @@ def scaled_up(config: ModelConfig) -> Weights:
     return {name: w * np.float32(1 if "norm" in name else SCALE) for name, w in trained(config).items()}
 
 
-def exported(config: ModelConfig, weights: Weights, folder: Path) -> Any:
+def exported(config: ModelConfig, weights: Weights, folder: Path, kind: str = "chat") -> Any:
     """The model as transformers loads it from our export, float32, its further heads beside it."""
-    export(Checkpoint(weights, config, tokenizer().sha256), tokenizer(), folder)
+    export(Checkpoint(weights, config, tokenizer().sha256), tokenizer(), folder, kind=kind)
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     assert not [names for names in loading.values() if names], loading
     assert type(model).__name__ == ("LlamaForCausalLM" if config.position == "rope" else "GPT2LMHeadModel")

@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from kernels.config import ModelConfig
 from kernels.generation import Sampling, generate
-from tests.parity.cases import MODELS, Weights, engine_with, exported, our_logits, text, tokenizer, train
+from stages.conversations import render, render_prompt
+from tests.parity.cases import EULER, MODELS, Weights, engine_with, exported, our_logits, text, tokenizer, train, trained
 
 NEW, CONTEXT = 56, 80
 UPDATES = 60
@@ -52,3 +54,34 @@ def test_greedy_token_for_token(name: str, tmp_path: Path) -> None:
         assert cached == uncached and len(cached) > 10
         written |= set(cached)
     assert len(written) > 20  # a model that writes one token for ever proves little
+
+
+# Without <|endoftext|> in front a base model writes another text, at a higher loss: all that it was trained on had one.
+@pytest.mark.parametrize("name", MODELS)
+def test_pipeline_of_a_base_model_writes_our_text(name: str, tmp_path: Path) -> None:
+    config, weights = model_of(name)
+    exported(config, weights, tmp_path, "base")
+    engine, separator = engine_with(config, weights), tokenizer().special["<|endoftext|>"]
+    writer = transformers.pipeline("text-generation", model=str(tmp_path), device="cpu", dtype=torch.float32)
+    assert writer.tokenizer is not None
+    for prompt in PROMPTS:
+        ids = [separator, *tokenizer().encode(prompt).tolist()]
+        assert writer.tokenizer(prompt)["input_ids"] == ids
+        stop = list(tokenizer().special.values())
+        ours = list(generate(engine, ids, Sampling(temperature=0), max_tokens=NEW, stop=stop))
+        theirs = writer(prompt, do_sample=False, max_new_tokens=NEW, return_full_text=False)[0]["generated_text"]
+        assert theirs == tokenizer().decode(ours) and len(ours) > 10
+
+
+# A conversation begins with the template's own tokens; one more in front, or two, is what the chat model never saw.
+@pytest.mark.parametrize("kind", ["chat", "base"])
+def test_chat_template_gives_our_ids(kind: str, tmp_path: Path) -> None:
+    exported(EULER, trained(EULER), tmp_path, kind)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    talk = [{"role": role, "content": f"some {role}"} for role in ("system", "user", "assistant", "user")]
+    found = theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert found == render_prompt(talk, tokenizer()).tolist()
+    whole = theirs.apply_chat_template(talk[:3], return_dict=True)["input_ids"]
+    assert whole == render(talk[:3], tokenizer())[0].tolist()
+    if kind == "chat":
+        assert theirs("some text")["input_ids"] == tokenizer().encode("some text").tolist()

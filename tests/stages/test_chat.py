@@ -169,6 +169,46 @@ def test_reset() -> None:
     assert engine.prompts[1] == render_prompt([{"role": "user", "content": "second"}], WORDS).tolist()
 
 
+SYSTEM = [WORDS.special["<|system|>"], *ids("Be brief."), END]
+
+
+# The model is trained on system messages; one that is dropped with the oldest turns would be forgotten in the middle of a talk.
+def test_system_message_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    one, engine = talk(*[says("ok")] * 6, context=40, max_tokens=4)
+    assert obey(one, "/system Be brief.") == "a new conversation, behind this system message"
+    for letter in "abcd":
+        reply(one, letter * 5)
+    assert "the context is full: the oldest" in capsys.readouterr().err
+    assert all(prompt[: len(SYSTEM)] == SYSTEM and prompt.count(SYSTEM[0]) == 1 for prompt in engine.prompts)
+    assert all(len(prompt) <= 40 - 4 for prompt in engine.prompts)
+    assert len(engine.prompts[1]) > len(engine.prompts[0]) and "system message 'Be brief.'" in obey(one, "/show")
+    obey(one, "/reset")
+    reply(one, "e")
+    assert engine.prompts[-1] == [*SYSTEM, USER, *ids("e"), END, ASSISTANT]
+    assert obey(one, "/system") == "a new conversation, without a system message"
+    reply(one, "f")
+    assert engine.prompts[-1] == [USER, *ids("f"), END, ASSISTANT]
+
+
+# A system message that fills the context is said at once, not at every question; and it must not take the place of the old one.
+def test_a_system_message_that_leaves_no_room() -> None:
+    one, _ = talk(context=20)
+    one.begin("Be brief.")
+    with pytest.raises(ValueError, match=r"^the system message takes 25 tokens of the 20 that the model reads; shorten it$"):
+        obey(one, "/system " + "x" * 20)
+    assert one.system == "Be brief."
+
+
+# A message such as a path begins with a slash; it was taken for a command that does not exist.
+def test_a_message_that_begins_with_a_slash(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    one, engine = talk(says("a"), says("b"))
+    inputs(monkeypatch, "//etc", "/etc", "///", "/exit")
+    converse(one)
+    questions = [prompt[prompt.index(USER) + 1 :][:-2] for prompt in engine.prompts]
+    assert questions[0] == ids("/etc") and engine.prompts[1][-4:-2] == ids("//")
+    assert "/etc: no such command" in capsys.readouterr().err
+
+
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which the pipeline has run, the current one."""
@@ -197,6 +237,15 @@ def test_one_shot_prints_only_the_answer(trained: Path, capsys: pytest.CaptureFi
     assert answers[0] == answers[1]
     assert answers[0].out != answers[2].out
     assert all("context" not in one.err and "model" not in one.err for one in answers)
+
+
+# --system has to reach the model in the one-shot form, too.
+def test_system_message_of_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ScriptedEngine(64, [says("ok")])
+    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, WORDS))
+    chat.run(["--prompt", "?", "--system", "Be brief.", "--temperature", "0"])
+    assert engine.prompts == [[*SYSTEM, USER, *ids("?"), END, ASSISTANT]]
+    assert capsys.readouterr().out == "ok\n"
 
 
 # Without a terminal each line is a message; prompts or the banner among the answers would spoil a pipe, and so would the

@@ -37,7 +37,7 @@ def checkpoint_of(config: ModelConfig) -> Checkpoint:
 def exported(config: ModelConfig, output: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Checkpoint]:
     """The weights and config.json that a model's export holds, and the model."""
     made = checkpoint_of(config)
-    export.export(made, WORDS, output)
+    export.export(made, WORDS, output, kind="chat")
     return load_file(output / "model.safetensors"), json.loads((output / "config.json").read_text(encoding="utf-8")), made
 
 
@@ -190,3 +190,39 @@ def test_arguments_are_validated(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+# The tokenizer of a base model's export begins every text with the separator; it must stay the tokenizer of its checkpoint.
+def test_the_separator_begins_the_texts_of_a_base_model(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    for kind, first in (("base", [WORDS.special["<|endoftext|>"]]), ("chat", [])):
+        export.export(checkpoint_of(EULER), WORDS, tmp_path / kind, kind=kind)
+        path = tmp_path / kind / "tokenizer.json"
+        theirs = tokenizers.Tokenizer.from_file(str(path))
+        assert theirs.encode("some text").ids == [*first, *WORDS.encode("some text").tolist()]
+        assert theirs.encode("some text", add_special_tokens=False).ids == WORDS.encode("some text").tolist()
+        assert Tokenizer.load(path).sha256 == WORDS.sha256
+    WORDS.save(tmp_path / "tokenizer.json")
+    assert (tmp_path / "chat" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "kind"),
+    [
+        ("pretrain", "", "base"),
+        ("sft", "", "chat"),
+        ("data/pretrain/checkpoint", "", "base"),
+        ("data/sft/checkpoint", "", "chat"),
+        ("models/first", "base", "base"),
+        ("sft", "base", "base"),
+        ("models/first", "", "chat"),
+        ("sft", "other", None),
+    ],
+)
+def test_kind_of_a_model(model: str, given: str, kind: str | None) -> None:
+    """Would catch a chat model exported with a separator in front, by a folder's name that tells nothing."""
+    if kind is None:
+        with pytest.raises(ValueError, match=r"^kind: expected base or chat, got other$"):
+            export.kind_of(model, given)
+    else:
+        assert export.kind_of(model, given) == kind
