@@ -18,12 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.batches import shuffled
+from stages.special_tokens import END, ROLES, opener
 from stages.text_files import read_rows
 from stages.tokenizer import Tokenizer
 
-ROLES = ("system", "user", "assistant")
-END = "<|end|>"
-PAD = "<|pad|>"
 CHUNK = 4096  # conversations encoded in one call: enough to keep all cores busy, little memory
 
 Messages = Sequence[Mapping[str, str]]
@@ -93,7 +91,7 @@ def render(messages: Messages, tokenizer: Tokenizer) -> tuple[NDArray[np.int32],
 def render_prompt(messages: Messages, tokenizer: Tokenizer) -> NDArray[np.int32]:
     """What the model reads before it answers: the conversation so far, then <|assistant|>."""
     ids, _ = render(messages, tokenizer)
-    return np.append(ids, np.int32(special_id(tokenizer, "<|assistant|>")))
+    return np.append(ids, np.int32(special_id(tokenizer, opener("assistant"))))
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ def shuffle_questions(conversations: Sequence[Messages], seed: int) -> list[list
 
 def _encode(conversations: Sequence[Messages], tokenizer: Tokenizer) -> Iterator[list[Part]]:
     """The parts of each conversation, their contents encoded in one call."""
-    opening = {role: [special_id(tokenizer, f"<|{role}|>")] for role in ROLES}
+    opening = {role: [special_id(tokenizer, opener(role))] for role in ROLES}
     end = [special_id(tokenizer, END)]
     contents = iter(tokenizer.encode_batch([message["content"] for messages in conversations for message in messages]))
     for messages in conversations:

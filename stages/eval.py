@@ -18,7 +18,7 @@ from kernels.engine import Engine
 from kernels.generation import Sampling, generate_batch
 from stages.batches import EvalWindows
 from stages.checkpoint import Checkpoint, load
-from stages.conversations import END, PAD, Messages, read_conversations, render_prompt, special_id
+from stages.conversations import Messages, read_conversations, render_prompt, special_id
 from stages.metrics import write_csv
 from stages.program import stage_main
 from stages.scoring import (
@@ -34,7 +34,8 @@ from stages.scoring import (
     write_replies,
 )
 from stages.settings import Settings
-from stages.shard_format import SEPARATOR, open_split
+from stages.shard_format import open_split
+from stages.special_tokens import END, PAD, SEPARATOR
 from stages.text_files import write_text
 from stages.tokenizer import Tokenizer
 

@@ -26,9 +26,10 @@ import numpy as np
 
 from kernels.config import ModelConfig
 from stages.checkpoint import Checkpoint, write_arrays
-from stages.conversations import END, PAD, ROLES, special_id
-from stages.generate import SEPARATOR, open_checkpoint
+from stages.conversations import special_id
+from stages.generate import open_checkpoint
 from stages.program import command_main
+from stages.special_tokens import END, PAD, ROLES, SEPARATOR, opener
 from stages.text_files import write_text
 from stages.tokenizer import Tokenizer
 
@@ -180,7 +181,7 @@ def tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         **{key: name for key, name in named.items() if name in tokenizer.special},
     }
-    if {END, *(f"<|{role}|>" for role in ROLES)} <= tokenizer.special.keys():
+    if {END, *map(opener, ROLES)} <= tokenizer.special.keys():
         content["chat_template"] = CHAT_TEMPLATE
     return content
 

@@ -21,9 +21,9 @@ from kernels.generation import Sampling, Speculation, generate
 from stages.checkpoint import MODEL, Checkpoint, load
 from stages.conversations import special_id
 from stages.program import command_main
+from stages.special_tokens import SEPARATOR
 from stages.tokenizer import Tokenizer, Utf8Stream
 
-SEPARATOR = "<|endoftext|>"  # starts each document
 TRAINED = ("pretrain", "sft")  # the stages that write data/<stage>/checkpoint
 
 

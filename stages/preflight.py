@@ -8,6 +8,7 @@ manifest, the tokenizer, conversations up to the first that fits.
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,8 @@ def _device(stage: str, settings: Settings) -> Iterator[str]:
 
 
 def _vocab_size(settings: Settings, tokenizer: Path) -> int:
-    if tokenizer.is_file():
-        return max(token["id"] for token in json.loads(tokenizer.read_bytes())["added_tokens"]) + 1
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # a damaged file is named by the stage that reads it
+        return max(int(token["id"]) for token in json.loads(tokenizer.read_bytes())["added_tokens"]) + 1
     return settings.train_bpe.vocab_size
 
 

@@ -21,7 +21,8 @@ from stages.checkpoint import MODEL, WEIGHTS, load
 from stages.interrupt import Interrupt
 from stages.program import stage_main
 from stages.settings import Settings
-from stages.shard_format import SEPARATOR, open_split
+from stages.shard_format import open_split
+from stages.special_tokens import SEPARATOR
 from stages.tokenizer import Tokenizer
 from stages.training import Outs, Task, Validation, announce, run_stage
 from stages.updates import held_out_nats

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.shard_format import BLOCK_TOKENS, HEADER_BYTES, SEPARATOR, SPLITS, Counts, ShardFile, block_crc32, count_tokens
+from stages.shard_format import BLOCK_TOKENS, HEADER_BYTES, SPLITS, Counts, ShardFile, block_crc32, count_tokens
+from stages.special_tokens import SEPARATOR
 from stages.tokenizer import Tokenizer
 
 REMEDY = "shard.take reads llm.c's files of uint16 tokens"

@@ -17,6 +17,7 @@ from kernels.config import Mlp, ModelConfig, Norm, Numerics, Position
 from stages.corpus import NOTHING, Conversations, Corpus, check_watched
 from stages.overrides import apply_overrides
 from stages.schema import build, check
+from stages.special_tokens import NEEDED
 from stages.training_settings import Pretrain, Sft
 
 BYTES = 256  # the part of every vocabulary that is not learned
@@ -39,6 +40,9 @@ class TrainBpe:
         check(self.sample_bytes >= 1, "train_bpe.sample_bytes", "at least 1", self.sample_bytes)
         distinct = len(set(self.special_tokens)) == len(self.special_tokens) and "" not in self.special_tokens
         check(distinct, "train_bpe.special_tokens", "distinct texts, none empty", list(self.special_tokens))
+        missing = [token for token in NEEDED if token not in self.special_tokens]
+        needed = f"also {', '.join(missing)}, which documents and the chat template need,"
+        check(not missing, "train_bpe.special_tokens", needed, list(self.special_tokens))
 
 
 @dataclass(frozen=True)

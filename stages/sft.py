@@ -14,11 +14,12 @@ from kernels.engine import Engine
 from kernels.generation import Sampling, generate
 from kernels.memory import plan, report
 from stages.checkpoint import load
-from stages.conversations import END, PAD, read_conversations, render_all, render_prompt, special_id
+from stages.conversations import read_conversations, render_all, render_prompt, special_id
 from stages.interrupt import Interrupt
 from stages.packing import EvalConversations, SftBatches
 from stages.program import stage_main
 from stages.settings import Settings
+from stages.special_tokens import END, PAD
 from stages.tokenizer import Tokenizer
 from stages.training import Outs, Task, Validation, announce, run_stage
 from stages.updates import held_out_nats

@@ -14,8 +14,9 @@ from stages.corpus import read_documents
 from stages.program import stage_main
 from stages.ready_shards import take_shards
 from stages.settings import Settings
-from stages.shard_format import SEPARATOR, Counts
+from stages.shard_format import Counts
 from stages.shard_writer import ShardWriter, clear, write_index
+from stages.special_tokens import SEPARATOR
 from stages.tokenizer import Tokenizer
 
 BATCH_BYTES = 16_000_000  # of text encoded in one call: enough to keep all cores busy, little memory

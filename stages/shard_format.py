@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 SPLITS = ("train", "val")
 INDEX = "index.json"
-SEPARATOR = "<|endoftext|>"  # the special token that starts each document
 MAGIC = 20240520
 VERSION = 1
 HEADER_INTS = 256

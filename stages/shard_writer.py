@@ -113,11 +113,13 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
+        if kind is not None:
+            self._open.__exit__(kind, error, trace)  # removes the shard that was being written
+            return
+        with self._open:  # likewise after an error here
             self._write(len(self._waiting) // 2)
             if self._file is not None:
                 self._end()
-        self._open.__exit__(kind, error, trace)  # after an error, removes the shard that was being written
 
 
 def write_shard(path: Path, tokens: NDArray[np.integer[Any]], vocab_size: int) -> ShardFile:

@@ -43,6 +43,7 @@ MODULES = (
     "shard_format",
     "shard_writer",
     "sources",
+    "special_tokens",
     "text_files",
     "tokenizer",
     "tokenizer_file",

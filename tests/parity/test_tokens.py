@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from stages.conversations import ROLES, render, render_prompt
+from stages.conversations import render, render_prompt
+from stages.special_tokens import ROLES
 from stages.tokenizer import Tokenizer
 from stages.unicode_classes import LETTER, NUMBER, SPACE, character_classes
 from tests.parity.cases import EULER, GPT2, SPECIAL, exported, text, trained

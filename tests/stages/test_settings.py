@@ -84,6 +84,8 @@ WRONG = [
     ("train_bpe.sample_bytes", 0, "at least 1"),
     ("train_bpe.special_tokens", "<|pad|>", "a list"),
     ("train_bpe.special_tokens", ["<|pad|>", "<|pad|>"], "distinct"),
+    # What sft needs was asked for after all of pretraining.
+    ("train_bpe.special_tokens", ["<|endoftext|>", "<|tool|>"], "also <|pad|>, <|system|>, <|user|>, <|assistant|>, <|end|>"),
     ("train_bpe.take", 3, "a path, or conf/none to take nothing"),
     ("train_bpe.take", None, "a path, or conf/none to take nothing"),
     ("shard.take", "", "a path, or conf/none to take nothing"),
