@@ -47,7 +47,7 @@ def add_row(rows: Rows, row: Sequence[float]) -> None:
     every, before = _every(step), _every(step - 1)
     if every != before:
         rows[:] = [old for old in rows if old[0] == 1 or old[0] % every == 0]
-    elif rows and rows[-1][0] != 1 and rows[-1][0] % every:
+    elif rows and rows[-1][0] % every:
         rows.pop()
     rows.append(row)
 

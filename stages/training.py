@@ -69,7 +69,7 @@ class Outs:
 
 
 def due(step: int, every: int, steps: int) -> bool:
-    """Whether what comes every so many steps, and at the end of a run of `steps`, comes after this step."""
+    """Whether a report is due after this step: one is due every `every` steps and at the end of a run of `steps`."""
     return step == steps or (step > 0 and step % every == 0)
 
 
@@ -87,7 +87,7 @@ class _Sitting:
         self._write_at = self._begun + LIVE_S
 
     def _restore(self) -> None:
-        """Puts the newest state into the engine; what only the end of a shorter run has shown is left out."""
+        """Puts the newest state into the engine. Reports that only the end of a shorter run had due are dropped."""
         state, training = self.resume.load(), self.training
         if state is None:
             return
@@ -200,7 +200,8 @@ def train(engine: Engine, training: Training, task: Task, *, resume: ResumeFolde
 
     Raises:
         ValueError: a loss, gradient or weight is not finite; nothing is saved from then on.
-        SystemExit: Ctrl-C or SIGTERM; the last finished step is saved. No KeyboardInterrupt, which the caller would name anew.
+        SystemExit: Ctrl-C or SIGTERM; the last finished step is saved, and a line says so.
+        KeyboardInterrupt: a second one; nothing more is saved.
     """
     sitting = _Sitting(engine, training, task, resume, display, outs)
     with Interrupt(display.say, cuts=engine.device == "cpu") as interrupt:

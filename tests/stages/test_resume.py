@@ -63,8 +63,9 @@ def test_a_long_run_finds_its_newest_state(tmp_path: Path) -> None:
 
 
 # Would catch a step saved twice, with and without its validation, that pushes the state before it out.
-def test_a_step_saved_again_replaces_its_state(tmp_path: Path) -> None:
-    with ResumeFolder(WORK, tmp_path) as resume:
+@pytest.mark.parametrize("work", [WORK, replace(WSD, trunk_steps=10)])
+def test_a_step_saved_again_replaces_its_state(tmp_path: Path, work: Work) -> None:
+    with ResumeFolder(work, tmp_path) as resume:
         for step in (5, 10):
             resume.save(state(step))
         resume.save(replace(state(10), record={"val": [10]}))
