@@ -53,7 +53,8 @@ class Shard:
     take: Path | None
 
     def __post_init__(self) -> None:
-        check(self.tokens_per_shard >= 1000, "shard.tokens_per_shard", "at least 1000", self.tokens_per_shard)
+        most = 2**31 - 1 - 2**20  # counts are int32, and a short end makes the last shard that much longer
+        check(1000 <= self.tokens_per_shard <= most, "shard.tokens_per_shard", f"1000 to {most}", self.tokens_per_shard)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ WRONG = [
     ("train_bpe.take", 3, "a path, or conf/none to take nothing"),
     ("train_bpe.take", None, "a path, or conf/none to take nothing"),
     ("shard.take", "", "a path, or conf/none to take nothing"),
-    ("shard.tokens_per_shard", 999, "at least 1000"),
+    ("shard.tokens_per_shard", 999, "1000 to 2146435071"),
     ("pretrain.seed", -1, "at least 0"),
     ("pretrain.steps", 0, "at least 1"),
     ("pretrain.lr", float("nan"), "a finite number"),  # comparisons with NaN are false: it would pass a range check

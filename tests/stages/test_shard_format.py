@@ -102,7 +102,7 @@ def test_failure_leaves_no_shard_of_the_final_name(tmp_path: Path) -> None:
 
 def test_shard_sizes_that_the_format_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a count that overflows the header's int32, and a file number of six digits."""
-    with pytest.raises(ValueError, match=r"shard\.tokens_per_shard: expected 1 to 2146435071 .*got 2146435072"):
+    with pytest.raises(ValueError, match=r"shard\.tokens_per_shard: expected at most 2146435071 .*got 2146435072"):
         ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=2**31 - LAST_TOKENS)
     monkeypatch.setattr(shard_writer, "MAX_SHARDS", 2)
     writer = ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=1)
@@ -139,6 +139,12 @@ def patch_header(path: Path, place: int, value: int) -> None:
     path.write_bytes(data)
 
 
+def patch_index(folder: Path, old: str, new: str) -> None:
+    text = (folder / "index.json").read_text(encoding="utf-8")
+    assert old in text
+    (folder / "index.json").write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
 SPOIL = {
     "missing shard": (lambda f: (f / "val_00001.bin").unlink(), r"val_00001\.bin: not found"),
     "cut short": (
@@ -164,11 +170,11 @@ SPOIL = {
         lambda f: write_shard(f / "val_00001.bin", np.arange(7), 500),
         r"val_00001\.bin: expected 6 tokens, found 7",
     ),
-    "sum of another run": (
-        lambda f: (f / "index.json").write_text(
-            (f / "index.json").read_text(encoding="utf-8").replace('"tokens": 10', '"tokens": 11'), encoding="utf-8"
-        ),
-        r"index\.json: expected tokenizer_sha256",
+    "sum too large": (lambda f: patch_index(f, '"tokens": 10', '"tokens": 11'), r"index\.json: expected tokenizer_sha256"),
+    "sum too small": (lambda f: patch_index(f, '"tokens": 10', '"tokens": 9'), r"index\.json: expected tokenizer_sha256"),
+    "no file's checksum": (lambda f: patch_index(f, '"crc32": "', '"crc32": "0'), r"index\.json: expected tokenizer_sha256"),
+    "of an earlier version": (
+        lambda f: patch_index(f, '"taken_from"', '"other"'), r"index\.json: expected tokenizer_sha256"
     ),
     "no index": (lambda f: (f / "index.json").unlink(), r"index\.json: not found: the stage shard has not finished"),
     "index cut short": (
@@ -241,6 +247,7 @@ def test_flipped_bit_is_found_by_any_window_of_its_block(flipped: Path, start: i
     split = open_split(flipped, "val", SHA, 500)
     with pytest.raises(ValueError, match=r"val_00001\.bin: tokens 32768 to 65535: expected CRC-32 .*; run: .*dvc repro shard$"):
         split.read(5 + start, 5 + start + 1)
+    split.read(5, 6)  # the block before is checked now, the flipped one still is not
     with pytest.raises(ValueError, match=r"val_00001\.bin: tokens 32768 to 65535"):
         split.read(0, split.tokens)
 
