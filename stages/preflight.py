@@ -17,7 +17,7 @@ from stages.settings import Settings
 
 ORDER = ("download", "train_bpe", "shard", "pretrain", "sft", "eval")
 CHUNK = 256  # conversations rendered in one call, until one fits
-STATES = 3  # on the disk at once: the two newest to resume from, and the one that is being written
+STATES = 3  # on the disk at once: the two newest to resume from, and the one that is being written; one more with wsd
 
 
 def objections(stage: str, settings: Settings, root: Path = Path()) -> Iterator[str]:
@@ -30,6 +30,7 @@ def objections(stage: str, settings: Settings, root: Path = Path()) -> Iterator[
     """
     data, place = root / "data", ORDER.index(stage)
     yield from _device(stage, settings)
+    yield from _initial_model(stage, settings, root)
     yield from _disk(stage, settings, root)
     if place > ORDER.index("download"):
         yield from _windows(stage, settings, data / "download" / "manifest.json")
@@ -55,6 +56,21 @@ def _device(stage: str, settings: Settings) -> Iterator[str]:
         yield f"pretrain: numerics.precision={precision} needs a GPU, and this machine shows none; set numerics.precision=fp32"
 
 
+def _initial_model(stage: str, settings: Settings, root: Path) -> Iterator[str]:
+    """A checkpoint to start with that is missing, or of another model."""
+    folder = settings.pretrain.initial
+    if folder is None or not _before(stage, "pretrain"):
+        return
+    try:
+        theirs = dict(json.loads((root / folder / "model.json").read_bytes())["config"])
+    except (OSError, ValueError, KeyError, TypeError):
+        yield f"pretrain: pretrain.init_from: {folder} holds no checkpoint, model.json and weights; name a folder that does"
+        return
+    ours = settings.model.config(vocab_size=theirs["vocab_size"]).to_dict()
+    if differing := [f"model.{key}={theirs[key]}" for key in theirs if theirs[key] != ours[key]]:
+        yield f"pretrain: pretrain.init_from: {folder} has another model: set {' '.join(differing)}"
+
+
 def _vocab_size(settings: Settings, tokenizer: Path) -> int:
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # a damaged file is named by the stage that reads it
         return max(int(token["id"]) for token in json.loads(tokenizer.read_bytes())["added_tokens"]) + 1
@@ -69,7 +85,8 @@ def _disk(stage: str, settings: Settings, root: Path) -> Iterator[str]:
         return
     config = settings.model.config(_vocab_size(settings, root / "data" / "train_bpe" / "tokenizer.json"))
     parameters = 4 * flat_size(parameter_table(config))
-    states, checkpoints = STATES * 3 * parameters, 2 * parameters  # a state: parameters and two moments
+    kept = STATES + (settings.pretrain.schedule == "wsd")
+    states, checkpoints = kept * 3 * parameters, 2 * parameters  # a state: parameters and two moments
     there = sum(path.stat().st_size for path in (root / ".nanoeuler" / "resume").glob("*/*.safetensors"))
     there += sum(path.stat().st_size for path in (root / "data").glob("*/checkpoint/*.safetensors"))
     free = shutil.disk_usage(root).free

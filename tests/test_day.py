@@ -11,10 +11,13 @@ from pathlib import Path
 from shutil import copytree, rmtree
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
 from stages.text_files import read_rows
+from stages.tokenizer import Tokenizer
 from tests.scratch import TINY, Copy, make_copy, write
 
 pytestmark = pytest.mark.slow
@@ -156,6 +159,39 @@ def test_go_on_training_and_talk(day: Copy) -> None:
     assert trained_on(repo) == texts(repo)
     command = [sys.executable, "-m", "stages.chat", "--system", "Say no.", "--prompt", "hi 1", "--max-tokens", "3", "--seed", "1"]
     repo.run(*command)
+
+
+# A vocabulary or a dataset's folder that is replaced under the same name: the old one came back as up to date.
+def test_a_taken_tokenizer_and_a_dataset_folder_are_watched(day: Copy) -> None:
+    repo = day
+    hub = "name: hub\nlocal_path: sets/own\nsources:\n  - {kind: hf, dataset: sets/own, split: train}\n"
+    write(repo.root / "conf" / "corpus" / "hub.yaml", f"# A dataset's folder.\n{hub}validation: {{fraction: 0.2}}\n")
+    parquet, taken = repo.root / "sets" / "own" / "train-00000.parquet", repo.root / "words" / "tokenizer.json"
+
+    def make(word: str) -> None:
+        parquet.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"text": f"{word} {number} and so on, for a while, to fill the line. " * 4} for number in range(200)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
+
+    def learn(word: str) -> None:
+        special = params(repo)["train_bpe"]["special_tokens"]
+        Tokenizer.train([f"{word} and so on"], 270, special).save(taken)
+
+    make("first")
+    learn("first")
+    run = ["exp", "run", "-S", "kept=none", "-S", "corpus=hub", "-S", "train_bpe.take=words/tokenizer.json"]
+    assert train(repo, *run)[:3] == ["download", "train_bpe", "shard"]
+    assert "first 7 and so on" in trained_on(repo)
+    make("second")
+    assert "download" in train(repo, *run)
+    assert "second 7 and so on" in trained_on(repo) and "first" not in trained_on(repo)
+    learn("other")
+    assert train(repo, *run)[:2] == ["train_bpe", "shard"]
+    assert (repo.root / "data/train_bpe/tokenizer.json").read_bytes() == taken.read_bytes()
+    make("first")
+    learn("first")
+    assert train(repo, *run) == []
+    assert "first 7 and so on" in trained_on(repo)
 
 
 # What a person asks for is refused where nobody could see that it would not hold.

@@ -99,6 +99,21 @@ def test_less_room_than_states_and_checkpoints(root: Path, settings_with: Make, 
     assert list(objections("pretrain", settings_with(), root)) == []
 
 
+# The vocabulary and the shards would be made before pretrain finds no checkpoint, or one of another model.
+def test_a_checkpoint_to_start_with(tmp_path: Path, settings_with: Make, corpus: Any) -> None:
+    chosen = settings_with("pretrain.init_from=models/first")
+    for stage in ("download", "train_bpe", "shard"):
+        (said,) = objections(stage, chosen, tmp_path)
+        assert said.startswith("pretrain: pretrain.init_from: models/first holds no checkpoint")
+    folder = tmp_path / "models" / "first"
+    folder.mkdir(parents=True)
+    config = chosen.model.config(vocab_size=300)
+    (folder / "model.json").write_text(json.dumps({"config": config.to_dict()}), encoding="utf-8")
+    assert list(objections("download", chosen, tmp_path)) == []
+    (said,) = objections("download", settings_with("pretrain.init_from=models/first", "model.layers=3"), tmp_path)
+    assert said == "pretrain: pretrain.init_from: models/first has another model: set model.layers=2"
+
+
 # 45 GB would be fetched and encoded before a machine without a GPU says that it has none.
 @pytest.mark.parametrize(("device", "visible", "refused"), [("auto", False, True), ("auto", True, False), ("cpu", True, True)])
 def test_a_precision_that_the_machine_lacks(
