@@ -12,7 +12,7 @@ moved = 0
 for path in BIN.iterdir():
     text = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
     found = SCRIPT.match(text)
-    if found and Path((found[1] or found[2]).decode()).parent != BIN:
+    if found and Path((found[1] or found[2]).decode()).parent.resolve() != BIN.resolve():
         opening = f"""#!/bin/sh\n'''exec' "{BIN / "python"}" "$0" "$@"\n' '''\n"""
         path.write_bytes(opening.encode() + text[found.end() :])
         moved += 1

@@ -29,10 +29,11 @@ def stream_parquet(stream: BinaryIO, name: str, columns: Sequence[str]) -> Itera
         file = pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=_BUFFER_BYTES)
         used = _used_columns(file.schema_arrow.names, name, columns)
         for batch in file.iter_batches(batch_size=1, columns=used, use_threads=False):
-            for row in range(batch.num_rows):  # an empty row group gives a batch without rows
+            for row in range(batch.num_rows):  # none in an empty row group
                 number += 1
                 where = f"{name}, row {number}"
-                yield where, {column: _value(batch.column(column)[row], column, where) for column in batch.schema.names}
+                found = {column: _value(batch.column(column)[row], column, where) for column in used}
+                yield where, found
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{name}: damaged, or not a parquet file, after row {number} ({reason})") from None
@@ -49,8 +50,12 @@ def _used_columns(names: Sequence[str], name: str, columns: Sequence[str]) -> li
 
 
 def _value(cell: Any, column: str, where: str) -> Any:
-    """A cell as a Python value; ValueError where Python has none for it, as for a date before the year 1."""
+    """A cell as a Python value; ValueError where Python has none for it, as for a date before the year 1.
+
+    Bytes are decoded, since some writers do not mark a text as one.
+    """
     try:
-        return cell.as_py()
-    except (ValueError, OverflowError) as error:  # UnicodeDecodeError is a ValueError
+        value = cell.as_py()
+        return value.decode("utf-8") if isinstance(value, bytes) else value
+    except (ValueError, OverflowError, LookupError) as error:  # UnicodeDecodeError is a ValueError
         raise ValueError(f"{where}: the column {column} holds no text: {' '.join(str(error).split())}") from None

@@ -198,5 +198,5 @@ def test_a_taken_tokenizer_and_a_dataset_folder_are_watched(day: Copy) -> None:
 def test_text_outside_the_watched_folder(day: Copy, tmp_path: Path) -> None:
     write(tmp_path / "away.txt", story("away", 50))
     sources = f"corpus.sources=[{{kind: local, files: ['{tmp_path}/*.txt']}}]"
-    done = day.fail(sys.executable, "-m", "stages.download", sources)
+    done = day.fail(sys.executable, "-m", "stages.download", "corpus=local", sources)
     assert f"lies outside corpus.local_path = texts, where DVC looks for changes: set corpus.local_path={tmp_path}" in done
