@@ -44,7 +44,6 @@ ROLES = {
     **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bot", "model")},
     **{name: TOOL for name in ("tool", "function", "function_call", "function_response", "observation", "ipython")},
 }
-NAMED_BAD_ROWS = 3  # of a run, one line each
 
 Turn = tuple[str, str]  # role and content
 
@@ -71,9 +70,11 @@ class LeftOut:
 
     Args:
         on_bad_row: "error" ends the run with the first bad row.
+        named: bad rows that get a line each, the first ones.
     """
 
     on_bad_row: Literal["leave_out", "error"] = "error"
+    named: int = 3
     empty: int = 0
     tool_messages: int = 0
     bad_rows: int = 0
@@ -85,7 +86,7 @@ class LeftOut:
             raise error
         self.bad_rows += 1
         self.first_reason = self.first_reason or str(error)
-        if self.bad_rows <= NAMED_BAD_ROWS:
+        if self.bad_rows <= self.named:
             print(f"left out: {error}", file=sys.stderr)
 
 

@@ -27,6 +27,11 @@ CORPUS_FORMATS = ("auto", "play")
 CONVERSATION_FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "alpaca", "play", "chatterbot")
 
 
+def place(text: str) -> float:
+    """Where a text's hash falls in [0, 1): a fraction f holds out the texts below f."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2.0**64
+
+
 @dataclass(frozen=True)
 class Validation:
     """How the held-out part is chosen: one of the three is set, the others keep their zeros."""
@@ -49,8 +54,7 @@ class Validation:
         """Whether the document `name`, or all whose hashed part is `text`, belongs to the validation split."""
         if self.documents:
             return any(fnmatchcase(name, pattern) for pattern in self.documents)
-        digest = hashlib.sha256(text.encode()).digest()
-        return int.from_bytes(digest[:8], "big") < self.fraction * 2.0**64
+        return place(text) < self.fraction
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,17 @@ configuration alone. What was fetched is kept in the user's cache folder and che
 """
 
 import hashlib
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from stages.conversation_sources import ROW_KEYS, Conversation, LeftOut, read_conversations
-from stages.corpus import SPLITS, VAL, Conversations, Corpus, Document, divide, limited, mix
+from stages.corpus import SPLITS, TRAIN, VAL, Conversations, Corpus, Document, Validation, divide, limited, mix, place
 from stages.program import stage_main
 from stages.settings import Settings
 from stages.sources import Opened, open_source, read_source
@@ -48,8 +50,23 @@ def run(settings: Settings, *, folder: Path = FOLDER) -> None:
         print(f"{section} {facts['name']}: {'; '.join(parts)}")
 
 
+class NothingHeldOutError(ValueError):
+    """A fraction of a few documents that holds out none; `least` is the smallest fraction that holds out one."""
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 def write_corpus(corpus: Corpus, folder: Path) -> dict[str, Any]:
     """Write {train,val}.jsonl.zst; returns the corpus's section of the manifest."""
+    try:
+        return _write_corpus(corpus, folder)
+    except NothingHeldOutError as error:
+        return _write_corpus(replace(corpus, validation=_hold_out_one("corpus", corpus.validation, error.least)), folder)
+
+
+def _write_corpus(corpus: Corpus, folder: Path) -> dict[str, Any]:
     opened = [open_source(source, (source.text_key,)) for source in corpus.sources]
     streams = [read_source(source, one.records) for source, one in zip(corpus.sources, opened, strict=True)]
     return _write("corpus", corpus, opened, streams, [folder / path.name for path in DOCUMENTS.values()])
@@ -57,10 +74,24 @@ def write_corpus(corpus: Corpus, folder: Path) -> dict[str, Any]:
 
 def write_conversations(conversations: Conversations, folder: Path) -> dict[str, Any]:
     """Write conversations.{train,val}.jsonl.zst; returns the conversations' section of the manifest."""
+    try:
+        return _write_conversations(conversations, folder, LeftOut(conversations.on_bad_row))
+    except NothingHeldOutError as error:
+        more = _hold_out_one("conversations", conversations.validation, error.least)
+        again = LeftOut(conversations.on_bad_row, named=0)  # their lines were printed on the first pass
+        return _write_conversations(replace(conversations, validation=more), folder, again)
+
+
+def _hold_out_one(section: str, validation: Validation, least: float) -> Validation:
+    """The validation that holds out one document where the fraction asked for, of so few, holds out none; says so."""
+    print(f"{section}: validation.fraction = {validation.fraction:g} of so few holds out none, so one is held out")
+    return replace(validation, fraction=math.nextafter(least, 1.0))
+
+
+def _write_conversations(conversations: Conversations, folder: Path, unread: LeftOut) -> dict[str, Any]:
     opened = [open_source(source, ROW_KEYS) for source in conversations.sources]
     limit, left_out = conversations.max_chars, {"too_long": 0, "repeated": 0}
     seen: set[bytes] = set()
-    unread = LeftOut(conversations.on_bad_row)
     streams = [
         _chosen(read_conversations(source, one.records, limit, unread), limit, seen, left_out)
         for source, one in zip(conversations.sources, opened, strict=True)
@@ -69,7 +100,7 @@ def write_conversations(conversations: Conversations, folder: Path) -> dict[str,
     try:
         section = _write("conversations", conversations, opened, streams, paths)
     except ValueError as error:
-        if not unread.bad_rows:
+        if not unread.bad_rows or isinstance(error, NothingHeldOutError):
             raise
         raise ValueError(f"{error}; {unread.bad_rows:,} bad rows, the first: {unread.first_reason}") from None
     if unread.bad_rows:
@@ -110,12 +141,15 @@ def _write(
     cut = {"count": 0, "bytes": 0}  # held-out parts of documents that `tail` cut
     taken = [{"count": 0, "bytes": 0} for _ in sources]
     unmatched = {pattern for validation in validations for pattern in validation.documents}
+    least = 1.0  # the smallest place of a document's hash
     with ExitStack() as files:
         writers = {
             split: RowWriter(files.enter_context(atomic_file(path)))
             for split, path in zip(SPLITS, paths, strict=True)
         }
         for index, document in mix(bounded, [source.weight for source in sources]):
+            if validations[index] is settings.validation:
+                least = min(least, place(document.text))
             unmatched -= {glob for glob in validations[index].documents if fnmatchcase(document.name, glob)}
             for split, part in divide(document, validations[index]):
                 writers[split].write(part.row())
@@ -127,6 +161,8 @@ def _write(
                     count["bytes"] += part.size
             _report(section, sum(count["bytes"] for count in taken), document.size)
         if sources:  # else the corpus is `none`
+            if settings.validation.fraction and least < 1.0 and splits[TRAIN]["count"] > 1 and not splits[VAL]["count"]:
+                raise NothingHeldOutError(f"{section}: nothing is held out", least)
             _check(section, settings, splits, unmatched)
             _check_tails(section, cut)
         for split, writer in writers.items():

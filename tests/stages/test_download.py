@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from stages import download
-from stages.corpus import Conversations, Corpus, Source, Validation, read_documents
+from stages.corpus import Conversations, Corpus, Source, Validation, place, read_documents
 from stages.schema import build
 from stages.text_files import read_rows
 
@@ -143,6 +143,28 @@ def test_one_held_out_conversation_is_told(here: Path, capsys: pytest.CaptureFix
     assert alone
 
 
+# A fraction of a few documents that holds out none by its hash ended the stage: twenty chats of one's own, say.
+def test_a_fraction_of_few_holds_out_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(20)]
+    (here / "pairs.jsonl").write_text("\n".join(map(json.dumps, [{"bad": 1}, *rows])), encoding="utf-8", newline="\n")
+    pairs = Source("local", files=("pairs.jsonl",))
+    few = download.write_conversations(Conversations("small", (pairs,), Validation(fraction=1e-9)), here / "out")
+    assert (few["train"]["count"], few["val"]["count"], few["left_out"]["bad_rows"]) == (19, 1, 1)
+    said = capsys.readouterr()
+    assert "validation.fraction = 1e-09 of so few holds out none, so one is held out" in said.out
+    assert said.err.count("left out: pairs.jsonl, line 1") == 1
+    ((_, held_out),) = read_rows(here / "out" / "conversations.val.jsonl.zst")
+    assert place(held_out["messages"][0]["content"]) == min(place(row["prompt"]) for row in rows)
+    corpus = replace(small().corpus, validation=Validation(fraction=1e-9))
+    assert download.write_corpus(corpus, here / "out")["val"]["count"] == 1
+    alone = replace(corpus, sources=(Source("local", files=("ado.md",)),))
+    with pytest.raises(ValueError, match="small: the split val is empty"):
+        download.write_corpus(alone, here / "out")
+    own = replace(corpus.sources[0], validation=Validation(documents=("nobody*", "ado*")))
+    with pytest.raises(ValueError, match=r"no document is named like nobody\*"):
+        download.write_corpus(replace(corpus, sources=(own,)), here / "out")
+
+
 # 20,000 files of one line gave a held-out set of 4-character documents, whose bits a byte mean nothing.
 @pytest.mark.parametrize(("count", "length", "refused"), [(120, 60, True), (120, 2000, False), (30, 60, False)])
 def test_short_tails_of_many_documents_are_refused(here: Path, count: int, length: int, refused: bool) -> None:
@@ -164,7 +186,6 @@ def test_empty_splits_and_globs_without_effect(here: Path) -> None:
     (here / "empty.txt").write_text(" \n", encoding="utf-8", newline="\n")
     for changed, message in (
         (replace(corpus, validation=Validation(documents=("*",))), r"small: the split train is empty.*corpus\.validation"),
-        (replace(corpus, validation=Validation(fraction=1e-9)), r"small: the split val is empty"),
         (replace(corpus, validation=Validation(documents=("mac*", "lear*"))), r"no document is named like lear\*"),
         (Corpus("e", (Source("local", files=("empty.txt",)),), Validation(tail=0.1)), r"e: nothing to read in empty\.txt"),
     ):
