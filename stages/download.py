@@ -26,7 +26,7 @@ DOCUMENTS = {split: FOLDER / f"{split}.jsonl.zst" for split in SPLITS}
 CONVERSATIONS = {split: FOLDER / f"conversations.{split}.jsonl.zst" for split in SPLITS}
 MANIFEST = FOLDER / "manifest.json"
 
-MANY_TAILS, SHORT_TAIL_BYTES = 100, 100  # from so many documents on, ends of fewer bytes on average are refused
+MANY_TAILS, SHORT_TAIL_BYTES = 100, 32  # from so many documents on, ends of fewer bytes on average are refused
 _REPORT_BYTES = 100_000_000  # text between two lines of progress
 
 

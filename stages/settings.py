@@ -41,7 +41,7 @@ class TrainBpe:
         distinct = len(set(self.special_tokens)) == len(self.special_tokens) and "" not in self.special_tokens
         check(distinct, "train_bpe.special_tokens", "distinct texts, none empty", list(self.special_tokens))
         missing = [token for token in NEEDED if token not in self.special_tokens]
-        needed = f"also {', '.join(missing)}, which documents and the chat template need,"
+        needed = f"also {', '.join(missing)} (documents and the chat template need them)"
         check(not missing, "train_bpe.special_tokens", needed, list(self.special_tokens))
 
 
