@@ -31,6 +31,7 @@ MODULES = (
     "overrides",
     "packing",
     "parquet",
+    "parquet_pages",
     "plays",
     "preflight",
     "pretokenizer",

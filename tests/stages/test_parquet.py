@@ -2,6 +2,7 @@
 
 import datetime
 import io
+import random
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from stages import parquet_pages
 from stages.corpus import Source
 from stages.parquet import stream_parquet
 from stages.sources import open_source, read_source
@@ -105,8 +107,9 @@ print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 10
         ({"text": ["x" * 500] * 256, "image": [b"\0" * (4 << 20)] * 256}, {}, 60),
         ({"text": ["y" * (4 << 20)] * 256}, {}, 60),
         ({"text": [str(n) + "z" * 8_000_000 for n in range(20)]}, {"row_group_size": 1, "use_dictionary": False}, 100),
+        ({"text": [str(n) + "z" * 8_000_000 for n in range(20)]}, {"compression": "zstd"}, 100),
     ],
-    ids=["unused column", "one long value 256 times", "long rows"],
+    ids=["unused column", "one long value 256 times", "long rows", "long rows in one page"],
 )
 def test_memory_does_not_grow_with_rows(tmp_path: Path, table: dict[str, Any], options: dict[str, Any], most_mb: int) -> None:
     path = tmp_path / "a.parquet"
@@ -116,3 +119,60 @@ def test_memory_does_not_grow_with_rows(tmp_path: Path, table: dict[str, Any], o
     count, used_mb = map(int, done.stdout.split())
     assert count == sum(len(text) for text in table["text"])
     assert used_mb < most_mb
+
+
+def sample(rng: random.Random) -> str | None:
+    """A text with runs and repetitions, as compressors like them, or none."""
+    if rng.random() < 0.2:
+        return None
+    pieces = ["ab", "xyz " * rng.randint(1, 30), "q" * rng.randint(1, 200), "caf\u00e9\U0001f600", str(rng.random())]
+    return "".join(rng.choice(pieces) for _ in range(rng.randint(0, rng.choice([3, 100, 3000]))))
+
+
+# Our own reading of large pages against pyarrow's: a value at the wrong place is another text under the same name.
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("dictionary", [True, False])
+@pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "zstd"])
+def test_large_pages_hold_pyarrows_values(
+    compression: str, dictionary: bool, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_pages, "LARGE_PAGE_BYTES", 0)
+    rng = random.Random(f"{compression}{dictionary}{version}")
+    for nullable in (True, False):
+        texts = [sample(rng) for _ in range(40)]
+        texts = [rng.choice(texts) for _ in range(300)] if nullable else [text or "" for text in texts]
+        schema = pyarrow.schema([("n", pyarrow.int64()), pyarrow.field("text", pyarrow.string(), nullable=nullable)])
+        table = pyarrow.table({"n": list(range(len(texts))), "text": texts}, schema=schema)
+        data = written(table, compression=compression, use_dictionary=dictionary, data_page_version=version,
+                       row_group_size=rng.choice([7, 1000]), data_page_size=rng.choice([100, 1 << 20]))  # fmt: skip
+        stream = io.BytesIO(data)
+        assert parquet_pages.long_texts(pyarrow.parquet.ParquetFile(stream), stream, 0, ["text"]) is not None
+        assert [row["text"] for row in rows(data, "text")] == texts
+
+
+# What our reading does not know is pyarrow's, however large the page is.
+def test_other_forms_are_left_to_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_pages, "LARGE_PAGE_BYTES", 0)
+    table = pyarrow.table({"text": ["a", None, "c"], "talk": [["x"], [], ["y", "z"]], "n": [1, 2, 3]})
+    for options in ({"compression": "brotli"}, {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}):
+        data = written(table.select(["text"]), **options)
+        stream = io.BytesIO(data)
+        assert parquet_pages.long_texts(pyarrow.parquet.ParquetFile(stream), stream, 0, ["text"]) is None
+        assert [row["text"] for row in rows(data, "text")] == ["a", None, "c"]
+    assert rows(written(table), "talk", "n") == table.select(["talk", "n"]).to_pylist()
+
+
+# A damaged page must end in a line, not in a traceback or in another text.
+def test_damaged_large_pages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_pages, "LARGE_PAGE_BYTES", 0)
+    rng = random.Random(5)
+    texts = [f"{n} " + "some words " * 50 for n in range(60)]
+    for compression in ("none", "snappy", "gzip", "zstd"):
+        data = bytearray(written(pyarrow.table({"text": texts}), compression=compression))
+        for _ in range(60):
+            spoilt = bytearray(data)
+            spoilt[rng.randrange(4, len(data) // 2)] ^= 1 << rng.randrange(8)
+            try:
+                rows(bytes(spoilt), "text")  # a changed letter of an uncompressed text is another text to anybody
+            except ValueError as error:
+                assert str(error).startswith("a.parquet")
