@@ -92,8 +92,7 @@ def _pages(stream: BinaryIO, chunk: Any) -> list[Page]:
     found, left = [], chunk.num_values
     while left > 0:
         page = _page(stream, start)
-        plain = page.encoding in (PLAIN, PLAIN_DICTIONARY) if page.kind == DICTIONARY else False
-        if not plain and page.encoding not in (PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY):
+        if page.encoding not in (PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY):
             raise UnsupportedError
         found.append(page)
         left -= 0 if page.kind == DICTIONARY else page.count
@@ -193,10 +192,9 @@ def _next(values: IO[bytes]) -> bytes:
 
 def _starts(values: IO[bytes], count: int) -> list[int]:
     """Where each value of a dictionary begins."""
-    starts = [0] * count
-    for number in range(count):
-        starts[number] = values.tell()
-        values.seek(int.from_bytes(values.read(4), "little"), 1)
+    starts = [0]
+    for _ in range(count):
+        starts.append(values.seek(int.from_bytes(values.read(4), "little"), 1))
     return starts
 
 
