@@ -131,8 +131,6 @@ def _struct(data: bytes, place: int) -> tuple[dict[int, Any], int]:
 def _field(data: bytes, place: int, kind: int) -> tuple[Any, int]:
     if kind in (1, 2):  # true, false
         return kind == 1, place
-    if kind == 3:
-        return data[place], place + 1
     if kind in (4, 5, 6):
         return _zigzag(data, place)
     if kind == 7:
