@@ -114,7 +114,9 @@ def read_conversations(
 
 
 def _turns(source: Source, record: Record, max_chars: int | None, left_out: LeftOut) -> Iterator[Sequence[tuple[Any, Any]]]:
-    if isinstance(record.value, dict):
+    if isinstance(record.value, ValueError):
+        left_out.bad_row(record.value)
+    elif isinstance(record.value, dict):
         if source.format in ("play", "chatterbot"):
             raise ValueError(f"{record.where}: the format {source.format} is read from whole texts, not from rows")
         try:
@@ -147,7 +149,7 @@ def _row_turns(row: dict[str, Any], shape: str, where: str) -> list[tuple[Any, A
 
 def _listed(value: Any, role: str = "") -> list[tuple[Any, Any]]:
     """Messages of a list, by either pair of keys; a text, where a role is given, is one message of it."""
-    if isinstance(value, str) and role:
+    if (value is None or isinstance(value, str)) and role:
         return [(role, value)]
     if not isinstance(value, list):
         raise TypeError(f"expected a list of messages, got {type(value).__name__}")
@@ -162,9 +164,10 @@ def _listed(value: Any, role: str = "") -> list[tuple[Any, Any]]:
 
 
 def _shape(row: dict[str, Any], where: str) -> str:
-    for shape, keys in SHAPES.items():
-        if all(row.get(key) is not None for key in keys):
-            return shape
+    for there in (lambda key: row.get(key) is not None, row.__contains__):  # a table has every column, empty ones too
+        for shape, keys in SHAPES.items():
+            if all(map(there, keys)):
+                return shape
     raise ValueError(f"{where}: expected messages, conversations, prompt and completion, or instruction and output; "
                      f"got the keys {', '.join(sorted(row)) or 'of an empty object'}")  # fmt: skip
 
@@ -191,11 +194,13 @@ def _conversation(turns: Sequence[tuple[Any, Any]], where: str, left_out: LeftOu
 
 def _turn(role: Any, content: Any, where: str) -> Turn:
     """One message with the role's own name; ValueError where it has no such role or no text."""
-    name = ROLES.get(role) if isinstance(role, str) else None
+    name = ROLES.get(role.lower()) if isinstance(role, str) else None
     if name is None:
         raise ValueError(f"{where}: expected a role among {', '.join(sorted(ROLES))}, got {role!r:.60}")
     if name == TOOL:
         return TOOL, ""
+    if content is None:
+        return name, ""
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)
     if not isinstance(content, str):

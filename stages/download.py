@@ -89,7 +89,7 @@ def _hold_out_one(section: str, validation: Validation, least: float) -> Validat
 
 
 def _write_conversations(conversations: Conversations, folder: Path, unread: LeftOut) -> dict[str, Any]:
-    opened = [open_source(source, ROW_KEYS) for source in conversations.sources]
+    opened = [open_source(source, ROW_KEYS, keep_damaged=True) for source in conversations.sources]
     limit, left_out = conversations.max_chars, {"too_long": 0, "repeated": 0}
     seen: set[bytes] = set()
     streams = [
@@ -101,6 +101,8 @@ def _write_conversations(conversations: Conversations, folder: Path, unread: Lef
         section = _write("conversations", conversations, opened, streams, paths)
     except ValueError as error:
         if not unread.bad_rows or isinstance(error, NothingHeldOutError):
+            raise
+        if "nothing to read" not in str(error):
             raise
         raise ValueError(f"{error}; {unread.bad_rows:,} bad rows, the first: {unread.first_reason}") from None
     if unread.bad_rows:
@@ -189,7 +191,7 @@ def _check(section: str, settings: Corpus | Conversations, splits: dict[str, Any
     for split in SPLITS:
         if not splits[split]["count"]:
             raise ValueError(f"{section} {settings.name}: the split {split} is empty, all that {labels} has went to the "
-                             f"other; change {section}.validation")  # fmt: skip
+                             f"other; change {section}.validation, or give two that differ in their text")  # fmt: skip
 
 
 def _check_tails(section: str, cut: dict[str, int]) -> None:

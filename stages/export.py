@@ -227,6 +227,8 @@ def export(checkpoint: Checkpoint, tokenizer: Tokenizer, output: Path, *, kind: 
     """
     c, weights = checkpoint.config, checkpoint.weights
     name = architecture(c)
+    if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
+        raise ValueError(f"output: {output} holds other files and is no earlier export; name an empty or new folder")
     theirs = (llama_weights if name == "LlamaForCausalLM" else gpt2_weights)(weights, c)
     write_arrays(output / "model.safetensors", theirs, FORMAT)
     if c.mtp_heads > 1:

@@ -8,6 +8,7 @@ nobody: DVC does not look behind it, so a change there would go unnoticed.
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -31,6 +32,13 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     for path in sorted(found, key=lambda path: (path.is_symlink(), path.as_posix())):
         kept.setdefault(os.path.realpath(path), path)
     return sorted(kept.values(), key=Path.as_posix)
+
+
+def tell_undecodable(paths: Sequence[Path]) -> None:
+    """Names the files whose names are not UTF-8: DVC, which hashes the folder, ends with an error that names none."""
+    for path in paths:
+        if "\ufffd" in shown(path) and not str(path).isprintable():
+            print(f"note: {shown(path)}: the name is not UTF-8, so DVC cannot hash its folder; rename it", file=sys.stderr)
 
 
 def shown(name: str | Path) -> str:

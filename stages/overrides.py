@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-ANEW = "; `python -m stages.params --write` makes it anew"
+ANEW = "; `python -m stages.params --compose` makes it anew"
 
 
 def read_params(path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Command: conf/ -> params.yaml, as `dvc exp run` composes it. `dvc repro` reads params.yaml and never looks at conf/.
 
     python -m stages.params --write [overrides]   composes params.yaml anew and keeps the overrides; without any: back to conf/
+    python -m stages.params --compose             composes params.yaml anew with the overrides that are kept
     python -m stages.params --check [overrides]   fails, naming what differs, where params.yaml is not that composition
     python -m stages.params [overrides]           prints the composition
 
@@ -98,9 +99,9 @@ def check(root: Path, values: dict[str, Any]) -> None:
     wrong = [key for key in sorted(old | new) if key not in old or key not in new or old[key] != new[key]]
     if wrong:
         shown = ", ".join(f"{key} (is {old.get(key, 'missing')}, conf/ has {new.get(key, 'none')})" for key in wrong)
-        raise ValueError(f"{PARAMS} is not what conf/ composes: {shown}; `python -m stages.params --write` makes it anew")
+        raise ValueError(f"{PARAMS} is not what conf/ composes: {shown}; `python -m stages.params --compose` makes it anew")
     if (root / PARAMS).read_text(encoding="utf-8") != text(values):
-        raise ValueError(f"{PARAMS} was edited by hand: edit conf/, then `python -m stages.params --write`")
+        raise ValueError(f"{PARAMS} was edited by hand: edit conf/, then `python -m stages.params --compose`")
 
 
 def run(argv: list[str]) -> None:
@@ -108,6 +109,7 @@ def run(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m stages.params", description=__doc__.split("\n")[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write", action="store_true", help=f"write {PARAMS}, and keep the overrides in {KEPT}")
+    what.add_argument("--compose", action="store_true", help=f"write {PARAMS} with the overrides that are kept")
     what.add_argument("--check", action="store_true", help=f"compare {PARAMS}; exit code 1 where it differs")
     parser.add_argument("overrides", nargs="*", help="for example model=gpt2_124m, pretrain.lr=1e-3, +experiment=smoke")
     arguments = parser.parse_args(argv)
@@ -120,6 +122,9 @@ def run(argv: list[str]) -> None:
     validate(values)
     if arguments.check:
         check(root, values)
+    elif arguments.compose:
+        write(root, values)
+        print(f"{PARAMS} written")
     else:
         sys.stdout.write(text(values))
 

@@ -1,4 +1,4 @@
-"""What a later stage would refuse, found when an earlier one starts: an expensive stage must not run for nothing.
+"""What a later stage would refuse, found when a stage starts: an expensive stage must not run for nothing.
 
 Each check takes parameters alone, or files that the stages before this one have written. settings.py checks every parameter
 by itself; here stand the checks that need several sections, the data or the machine. A check reads no more than it must: the
@@ -113,9 +113,7 @@ def _windows(stage: str, settings: Settings, manifest: Path) -> Iterator[str]:
 
 
 def _prompts(stage: str, settings: Settings, tokenizer: Path) -> Iterator[str]:
-    """Prompts of the report that the context does not hold whole."""
-    if not _before(stage, "eval"):
-        return
+    """Prompts of the report that the context does not hold whole: eval itself would cut them."""
     from stages.conversations import render_prompt
     from stages.tokenizer import Tokenizer
 
@@ -177,4 +175,4 @@ def _memory(settings: Settings, tokenizer: Path) -> Iterator[str]:
         try:
             check_fits(planned, getattr(settings, name).micro_batch, ops.memory_bytes())
         except ValueError as error:
-            yield f"{name}: {name}.{error}"
+            yield f"{name}: " + str(error).replace("memory: micro_batch", f"{name}.micro_batch", 1)

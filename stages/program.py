@@ -1,11 +1,13 @@
 """How a stage or command runs as a program: its command line, its errors and exit codes, one stage at a time in a checkout."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
+from types import FrameType
 
 from filelock import FileLock, Timeout
 
@@ -41,7 +43,7 @@ def look_ahead(name: str, settings: Settings) -> None:
     for objection in objections(name, settings):
         if "DVC_STAGE" in os.environ:
             raise ValueError(objection)
-        print(f"note: a later stage will refuse this: {objection}", file=sys.stderr)
+        print(f"note: `dvc repro` would refuse this: {objection}", file=sys.stderr)
 
 
 @contextmanager
@@ -85,14 +87,27 @@ def command_main(run: Callable[[list[str]], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")  # Windows' consoles have another default
+    heard: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:  # which a shell sets for jobs in the background
+        signal.signal(signal.SIGINT, interrupt)
     try:
         run(sys.argv[1:])
     except BrokenPipeError:  # who read has gone, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at the end
         raise SystemExit(1) from None
-    except (ValueError, OSError) as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if heard or isinstance(error, KeyboardInterrupt):  # some libraries turn a KeyboardInterrupt into an error of their own
+            print("interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
+        if not isinstance(error, ValueError | OSError):
+            raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+    finally:
+        signal.signal(signal.SIGINT, before)

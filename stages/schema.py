@@ -64,7 +64,7 @@ def _build_section(kind: Any, value: Any, key: str) -> Any:
         if name in value:
             found[name] = build(kinds[name], value[name], f"{key}.{name}" if key else name)
         elif not key.startswith(OPTIONAL_KEYS) or (field.default is MISSING and field.default_factory is MISSING):
-            raise ValueError(f"{section}: the key {name!r} is missing; `python -m stages.params --write` writes all")
+            raise ValueError(f"{section}: the key {name!r} is missing; `python -m stages.params --compose` writes all")
     return kind(**found)
 
 

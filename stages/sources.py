@@ -22,10 +22,10 @@ from typing import Any, BinaryIO
 from kernels.cache import user_cache
 from stages.corpus import Document, Source
 from stages.hub import hub_rows
-from stages.local_files import find_files, shown
+from stages.local_files import find_files, shown, tell_undecodable
 from stages.parquet import stream_parquet
 from stages.plays import printed
-from stages.text_files import file_sha256, read_json, read_text, stream_rows, suffix_of
+from stages.text_files import file_sha256, parse_json, parse_row, read_json, read_lines, read_text, stream_rows, suffix_of
 
 TEXTS = (".txt", ".md", ".yml")
 ROWS = (".json", ".jsonl", ".parquet")
@@ -37,11 +37,14 @@ _FULL = re.compile("|".join(re.escape(os.strerror(code)) for code in (errno.ENOS
 
 @dataclass(frozen=True)
 class Record:
-    """One text or row; `name` goes with it into the output, `where` (a file and line, say) into complaints."""
+    """One text or row; `name` goes with it into the output, `where` (a file and line, say) into complaints.
+
+    A row that cannot be read is the ValueError that says why, where the caller wants to go on (`keep_damaged`).
+    """
 
     name: str
     where: str
-    value: str | dict[str, Any]
+    value: str | dict[str, Any] | ValueError
 
 
 @dataclass(frozen=True)
@@ -52,26 +55,38 @@ class Opened:
     records: Iterator[Record]
 
 
-def open_source(source: Source, columns: Sequence[str]) -> Opened:
+def open_source(source: Source, columns: Sequence[str], *, keep_damaged: bool = False) -> Opened:
     """Fetch or find what a source names.
 
     Args:
         source:  the section of the configuration.
         columns: keys of a row that will be used; a dataset of the hub fetches no others.
+        keep_damaged: whether a broken row becomes a record and does not end the reading.
 
     Raises:
         ValueError: no network, a wrong checksum, a missing file, an unknown kind of file, a broken line.
     """
-    return {"wheel": _open_wheel, "hf": _open_hub, "local": _open_local}[source.kind](source, columns)
+    if source.kind == "local":
+        return _open_local(source, columns, keep_damaged)
+    return {"wheel": _open_wheel, "hf": _open_hub}[source.kind](source, columns)
 
 
-def read_records(stream: BinaryIO, name: str, columns: Sequence[str]) -> Iterator[Record]:
+def read_records(stream: BinaryIO, name: str, columns: Sequence[str], *, keep_damaged: bool = False) -> Iterator[Record]:
     """Records of one open file, by the suffix of its name; columns: the keys of a row that are used."""
     suffix = suffix_of(name)
     if suffix in TEXTS:
         yield Record(name, name, read_text(stream, name))
+    elif suffix == ".jsonl" and keep_damaged:
+        yield from _lines(stream, name)
     elif suffix == ".jsonl":
         yield from (Record(name, where, row) for where, row in stream_rows(stream, name))
+    elif suffix == ".json" and keep_damaged:
+        whole = b"\n".join(read_lines(stream, name))
+        if whole.lstrip().startswith(b"["):
+            yield from _items(whole, name)
+        else:
+            plain = name.lower().removesuffix(".gz").removesuffix(".zst")  # since `whole` is unpacked
+            yield from (Record(name, where, row) for where, row in read_json(BytesIO(whole), plain))
     elif suffix == ".json":
         yield from (Record(name, where, row) for where, row in read_json(stream, name))
     elif suffix == ".parquet":
@@ -79,6 +94,29 @@ def read_records(stream: BinaryIO, name: str, columns: Sequence[str]) -> Iterato
     else:
         raise ValueError(f"{name}: expected a name that ends in {', '.join(TEXTS + ROWS)}, and .zst or .gz if any; convert the "
                          "file, or leave it out of files")  # fmt: skip
+
+
+def _lines(stream: BinaryIO, name: str) -> Iterator[Record]:
+    """The records of a jsonl file, a broken line as what is wrong with it. A file that is a JSON array is read as that."""
+    lines, begun = enumerate(read_lines(stream, name), start=1), False
+    for number, line in lines:
+        if not begun and line.lstrip().startswith(b"["):
+            yield from _items(b"\n".join([line, *(rest for _, rest in lines)]), name)
+        elif line.strip():
+            where, begun = f"{name}, line {number}", True
+            try:
+                yield Record(name, where, parse_row(line, where))
+            except ValueError as error:
+                yield Record(name, where, error)
+
+
+def _items(data: bytes, name: str) -> Iterator[Record]:
+    """The records of a JSON array, an item that is no object as what is wrong with it."""
+    expected = "a JSON array of objects"
+    for number, item in enumerate(parse_json(data, name, expected), start=1):
+        where = f"{name}, item {number}"
+        value = item if isinstance(item, dict) else ValueError(f"{where}: expected {expected}, got {type(item).__name__}")
+        yield Record(name, where, value)
 
 
 def read_source(source: Source, records: Iterator[Record]) -> Iterator[Document]:
@@ -106,15 +144,16 @@ def read_source(source: Source, records: Iterator[Record]) -> Iterator[Document]
             yield Document(record.name, text, size)
 
 
-def _open_local(source: Source, columns: Sequence[str]) -> Opened:
+def _open_local(source: Source, columns: Sequence[str], keep_damaged: bool) -> Opened:
     ordered = find_files(source.files)
+    tell_undecodable(ordered)
     # A folder of this machine isn't written into the output, which is the same wherever the files lie.
     names = {path: shown(path.name if path.is_absolute() else path.as_posix()) for path in ordered}
 
     def records() -> Iterator[Record]:
         for path in ordered:
             with path.open("rb") as stream:
-                yield from read_records(stream, names[path], columns)
+                yield from read_records(stream, names[path], columns, keep_damaged=keep_damaged)
 
     files = [{"name": names[path], "bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in ordered]
     return Opened({"files": files}, records())

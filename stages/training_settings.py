@@ -74,7 +74,7 @@ class Pretrain(Training):
         if not {Path("data", stage).resolve() for stage in ("pretrain", "sft")}.isdisjoint([path, *path.parents]):
             raise ValueError(
                 f"pretrain.init_from: {self.init_from} is made anew by this pipeline, and DVC deletes it before: keep a copy "
-                f"(cp -r {self.init_from} models/first) and set pretrain.init_from=models/first"
+                f"(mkdir -p models && cp -rL {self.init_from} models/first) and set pretrain.init_from=models/first"
             )
 
     @property

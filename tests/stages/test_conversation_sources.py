@@ -95,7 +95,7 @@ def test_system_first_and_unanswered_questions_cut() -> None:
 @pytest.mark.parametrize(
     ("turns", "messages"),
     [
-        ([("developer", "s"), ("user", "q"), ("assistant", "a")], "system s, user q, assistant a"),
+        ([("developer", "s"), ("User", "q"), ("ASSISTANT", "a")], "system s, user q, assistant a"),
         ([("user", [{"type": "text", "text": "q"}, "r"]), ("assistant", ["a"])], "user qr, assistant a"),
         ([("user", "q"), ("user", "r"), ("assistant", "a"), ("assistant", "b")], "user q||r, assistant a||b"),
         ([("assistant", "hello"), ("user", "q"), ("assistant", "a")], "user q, assistant a"),
@@ -125,7 +125,10 @@ def test_what_is_left_out_is_counted() -> None:
     assert read(calls, left_out=left_out)[0].messages == (("user", "q"), ("assistant", "a"))
     read({"instruction": "q", "output": ""}, left_out=left_out)
     read(chat(("user", "q"), ("assistant", "   ")), left_out=left_out)
-    assert (left_out.tool_messages, left_out.empty, left_out.bad_rows) == (2, 2, 0)
+    nulls = {"prompt": "q", "completion": None}, {"instruction": "q", "output": None}, chat(("user", "q"), ("assistant", None))
+    for nothing in nulls:
+        assert read(nothing, left_out=left_out) == []
+    assert (left_out.tool_messages, left_out.empty, left_out.bad_rows) == (2, 5, 0)
 
 
 BAD_ROWS: list[tuple[Any, str]] = [
@@ -137,7 +140,8 @@ BAD_ROWS: list[tuple[Any, str]] = [
     (chat((["user"], "a")), "expected a role among assistant, "),  # type: ignore[arg-type]
     ({"prompt": "q", "completion": 3}, "not of the shape prompt_completion (TypeError: expected a list of messages, got int)"),
     (chat(("user", 3)), "expected a text as content of user, got int"),
-    (chat(("user", None)), "expected a text as content of user, got NoneType"),
+    ({"messages": None}, "not of the shape messages (TypeError: expected a list of messages, got NoneType)"),
+    (ValueError("x, line 7: expected one JSON object a line, ..."), "expected one JSON object a line"),
     (chat(("user", [{"type": "image_url", "image_url": "x"}])), "expected parts of the type text, got one of 'image_url'"),
     (chat(("user", "q"), ("system", "s"), ("assistant", "a")), "expected a system message only before all others, got user, "),
     ({"prompt": "q", "completion": "\ud800"}, "a lone surrogate"),

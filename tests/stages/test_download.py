@@ -89,8 +89,8 @@ def test_two_runs_give_the_same_bytes(here: Path) -> None:
 def test_a_failed_run_leaves_no_manifest(here: Path) -> None:
     """Catches outputs of two runs that are taken for one complete download, and temporary files that stay."""
     download.run(small())
-    (here / "pairs.jsonl").write_text('{"prompt": "q"\n', encoding="utf-8", newline="\n")
-    with pytest.raises(ValueError, match=r"pairs\.jsonl, line 1: expected one JSON object a line"):
+    (here / "ado.md").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"ado\.md: not UTF-8 at byte 0"):
         download.run(small())
     assert not (here / download.MANIFEST).exists()
     assert not list(here.rglob("*.partial"))
@@ -118,6 +118,20 @@ def test_bad_rows_and_empty_answers_are_counted(here: Path, capsys: pytest.Captu
     assert [line.split(",")[0] for line in said[:2]] == ["left out: pairs.jsonl"] * 2
     assert said[2] == "conversations: 2 bad rows left out; on_bad_row=error ends at the first"
     with pytest.raises(ValueError, match=r"^pairs\.jsonl, line 22: expected messages, "):
+        download.write_conversations(replace(section, on_bad_row="error"), here / "out")
+
+
+def test_damaged_lines_are_bad_rows(here: Path) -> None:
+    """Catches a cut last line, or one item that is no object, that ends a run of thousands of conversations."""
+    rows = [json.dumps({"prompt": f"q{n}", "completion": f"a{n}"}) for n in range(20)]
+    (here / "pairs.jsonl").write_text("\n".join([*rows, "{broken", '{"prompt": "q'.ljust(20)]), encoding="utf-8", newline="\n")
+    for name in ("items.json", "items.jsonl"):
+        items = [{"instruction": f"do {n}", "output": f"done {n} {name}"} for n in range(20)]
+        (here / name).write_text(json.dumps([*items, "text", 3]), encoding="utf-8", newline="\n")
+    section = Conversations("small", (Source("local", files=("pairs.jsonl", "items.*")),), Validation(fraction=0.3))
+    facts = download.write_conversations(section, here / "out")
+    assert facts["train"]["count"] + facts["val"]["count"] == 60 and facts["left_out"]["bad_rows"] == 6
+    with pytest.raises(ValueError, match=r"^items\.json, item 21: expected a JSON array of objects, got str"):
         download.write_conversations(replace(section, on_bad_row="error"), here / "out")
 
 

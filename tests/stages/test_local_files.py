@@ -121,6 +121,7 @@ def test_names_that_are_not_utf8_are_written_with_replacements(capsys: pytest.Ca
     assert [document.name for document in read_source(source, opened.records)] == ["t/caf\ufffd.txt"] * 2
     facts: Any = opened.facts["files"]
     assert [file["name"] for file in facts] == ["t/caf\ufffd.txt"] * 2
+    assert capsys.readouterr().err.count("note: t/caf\ufffd.txt: the name is not UTF-8, so DVC cannot hash its folder") == 2
     Path(names[0]).write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"caf\ufffd[.]txt: not UTF-8 at byte 0"):
         list(read_source(source, open_source(source, ("text",)).records))

@@ -1,6 +1,7 @@
 """settings, overrides, schema and the params command: what is refused, with which line, and what composes."""
 
 import os
+import signal
 import subprocess
 import sys
 from copy import deepcopy
@@ -345,6 +346,52 @@ def test_kept_overrides_give_way(root: Path) -> None:
     assert compose(root, ["kept=none"]) == DEFAULTS
     params.run(["--write", "sft.steps=50"])
     assert compose(root, []) == compose(root, ["kept=none", "sft.steps=50"])
+
+
+# After an edit in conf/ params.yaml has to be composed anew, and what is kept must not be lost by that.
+def test_compose_keeps_what_is_kept(root: Path) -> None:
+    params.run(["--write", "pretrain.steps=3000"])
+    (root / "params.yaml").write_text("model: [", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"`python -m stages\.params --compose` makes it anew"):
+        params.run(["--check"])
+    params.run(["--compose"])
+    assert read_params(root / "params.yaml")["pretrain"]["steps"] == 3000
+    params.run(["--check"])
+
+
+# A library that takes Ctrl-C for an error of its own made "error: params.yaml: ..." of it, with advice to write it anew.
+@pytest.mark.parametrize("error", [ValueError("params.yaml: broken"), KeyError("sources")])
+def test_an_interrupt_that_a_library_turns_into_an_error(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(argv: list[str]) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise error from None
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(sys, "argv", ["x"])
+        with pytest.raises(SystemExit) as stopped:
+            command_main(run)
+        assert stopped.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# Ctrl-C while a program still imports its modules was a traceback of whatever was being imported.
+def test_an_interrupt_while_modules_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "stages").symlink_to(ROOT / "stages")
+    (tmp_path / "hydra").mkdir()  # imported early, in place of the library
+    (tmp_path / "hydra" / "__init__.py").write_text("import signal, time; signal.raise_signal(signal.SIGINT); time.sleep(9)\n")
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); import runpy; sys.argv = ['-m']\n"
+    code += "runpy.run_module('stages.download', run_name='__main__', alter_sys=True)"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 # A deletion has no form in a config file: kept half, it would compose something that nobody asked for.
