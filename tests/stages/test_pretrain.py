@@ -225,7 +225,7 @@ def test_a_checkpoint_of_another_model_is_refused(corpus: Any, settings_with: Ma
 @pytest.mark.parametrize("path", ["data/pretrain/checkpoint", "data/pretrain", "data/x/../pretrain/a", "data/sft/checkpoint", ""])
 def test_a_checkpoint_that_dvc_deletes_is_refused(settings_with: Make, path: str) -> None:
     """Would catch hours of training lost: DVC empties data/pretrain before the stage can read it."""
-    expected = "deletes it before: .*cp -r .* models/first" if path else "expected a checkpoint's folder, or conf/none"
+    expected = "deletes it before: .*cp -rL .* models/first" if path else "expected a checkpoint's folder, or conf/none"
     with pytest.raises(ValueError, match=f"^pretrain.init_from: .*{expected}"):
         settings_with(f"pretrain.init_from='{path}'")
     assert settings_with("pretrain.init_from=data/pretrained").pretrain.initial == Path("data/pretrained")

@@ -102,7 +102,7 @@ def test_failure_leaves_no_shard_of_the_final_name(tmp_path: Path) -> None:
 
 def test_shard_sizes_that_the_format_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a count that overflows the header's int32, and a file number of six digits."""
-    with pytest.raises(ValueError, match=r"shard\.tokens_per_shard: expected at most 2146435071 .*got 2146435072"):
+    with pytest.raises(ValueError, match=r"shard\.tokens_per_shard: expected 1 to 2146435071 .*got 2146435072"):
         ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=2**31 - LAST_TOKENS)
     monkeypatch.setattr(shard_writer, "MAX_SHARDS", 2)
     writer = ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=1)
