@@ -1,8 +1,10 @@
 """How a stage or command runs as a program: its command line, its errors and exit codes, one stage at a time in a checkout."""
 
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from io import TextIOWrapper
@@ -15,6 +17,7 @@ from stages.preflight import objections
 from stages.settings import Settings, load
 from stages.text_files import write_text, writing
 
+JUST_S = 2.0  # within which an error after Ctrl-C is taken for its result
 USAGE = "[key=value ...]  for example pretrain.steps=200 model=gpt2_124m +experiment=smoke; keys and values: conf/"
 
 
@@ -87,10 +90,11 @@ def command_main(run: Callable[[list[str]], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")  # Windows' consoles have another default
-    heard: list[int] = []
+    heard_at = -math.inf
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        nonlocal heard_at
+        heard_at = time.monotonic()
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
@@ -102,7 +106,8 @@ def command_main(run: Callable[[list[str]], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at the end
         raise SystemExit(1) from None
     except (Exception, KeyboardInterrupt) as error:
-        if heard or isinstance(error, KeyboardInterrupt):  # some libraries turn a KeyboardInterrupt into an error of their own
+        # Some libraries turn a KeyboardInterrupt into an error of their own. An error long after is another one.
+        if isinstance(error, KeyboardInterrupt) or time.monotonic() - heard_at < JUST_S:
             print("interrupted", file=sys.stderr)
             raise SystemExit(130) from None
         if not isinstance(error, ValueError | OSError):
