@@ -100,9 +100,7 @@ def _write_conversations(conversations: Conversations, folder: Path, unread: Lef
     try:
         section = _write("conversations", conversations, opened, streams, paths)
     except ValueError as error:
-        if not unread.bad_rows or isinstance(error, NothingHeldOutError):
-            raise
-        if "nothing to read" not in str(error):
+        if seen or not unread.bad_rows:
             raise
         raise ValueError(f"{error}; {unread.bad_rows:,} bad rows, the first: {unread.first_reason}") from None
     if unread.bad_rows:

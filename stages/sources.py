@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from io import BytesIO
@@ -77,16 +78,11 @@ def read_records(stream: BinaryIO, name: str, columns: Sequence[str], *, keep_da
     if suffix in TEXTS:
         yield Record(name, name, read_text(stream, name))
     elif suffix == ".jsonl" and keep_damaged:
-        yield from _lines(stream, name)
+        yield from _lines(read_lines(stream, name), name)
     elif suffix == ".jsonl":
         yield from (Record(name, where, row) for where, row in stream_rows(stream, name))
     elif suffix == ".json" and keep_damaged:
-        whole = b"\n".join(read_lines(stream, name))
-        if whole.lstrip().startswith(b"["):
-            yield from _items(whole, name)
-        else:
-            plain = name.lower().removesuffix(".gz").removesuffix(".zst")  # since `whole` is unpacked
-            yield from (Record(name, where, row) for where, row in read_json(BytesIO(whole), plain))
+        yield from _json(b"\n".join(read_lines(stream, name)), name)
     elif suffix == ".json":
         yield from (Record(name, where, row) for where, row in read_json(stream, name))
     elif suffix == ".parquet":
@@ -96,9 +92,19 @@ def read_records(stream: BinaryIO, name: str, columns: Sequence[str], *, keep_da
                          "file, or leave it out of files")  # fmt: skip
 
 
-def _lines(stream: BinaryIO, name: str) -> Iterator[Record]:
+def _json(data: bytes, name: str) -> Iterator[Record]:
+    """The records of a .json file: one object over any number of lines, an array, or objects line by line."""
+    with suppress(ValueError):
+        whole = parse_json(data, name, "a JSON object")
+        if isinstance(whole, dict):
+            yield Record(name, f"{name}, item 1", whole)
+            return
+    yield from _lines(iter(data.split(b"\n")), name)
+
+
+def _lines(texts: Iterator[bytes], name: str) -> Iterator[Record]:
     """The records of a jsonl file, a broken line as what is wrong with it. A file that is a JSON array is read as that."""
-    lines, begun = enumerate(read_lines(stream, name), start=1), False
+    lines, begun = enumerate(texts, start=1), False
     for number, line in lines:
         if not begun and line.lstrip().startswith(b"["):
             yield from _items(b"\n".join([line, *(rest for _, rest in lines)]), name)

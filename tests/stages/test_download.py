@@ -1,5 +1,6 @@
 """The stage as a whole, on small local sources, and every corpus and set of conversations that is shipped."""
 
+import gzip
 import hashlib
 import json
 from contextlib import suppress
@@ -128,9 +129,13 @@ def test_damaged_lines_are_bad_rows(here: Path) -> None:
     for name in ("items.json", "items.jsonl"):
         items = [{"instruction": f"do {n}", "output": f"done {n} {name}"} for n in range(20)]
         (here / name).write_text(json.dumps([*items, "text", 3]), encoding="utf-8", newline="\n")
-    section = Conversations("small", (Source("local", files=("pairs.jsonl", "items.*")),), Validation(fraction=0.3))
+    lines = [json.dumps({"prompt": f"p{n}", "completion": f"b{n}"}) for n in range(20)]
+    (here / "items_Lines.json").write_text("\n".join([*lines, "{broken"]), encoding="utf-8", newline="\n")
+    one = json.dumps({"prompt": "one", "completion": "object"}, indent=1)
+    (here / "items_One.json.gz").write_bytes(gzip.compress(one.encode()))
+    section = Conversations("small", (Source("local", files=("pairs.jsonl", "items*")),), Validation(fraction=0.3))
     facts = download.write_conversations(section, here / "out")
-    assert facts["train"]["count"] + facts["val"]["count"] == 60 and facts["left_out"]["bad_rows"] == 6
+    assert facts["train"]["count"] + facts["val"]["count"] == 81 and facts["left_out"]["bad_rows"] == 7
     with pytest.raises(ValueError, match=r"^items\.json, item 21: expected a JSON array of objects, got str"):
         download.write_conversations(replace(section, on_bad_row="error"), here / "out")
 
