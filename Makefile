@@ -29,9 +29,9 @@ check: .venv/ready  ## compare every gradient with central differences in float6
 
 bench: git .venv/ready .venv-parity/ready  ## measure the engine, then training beside PyTorch and the tokenizer beside its peers
 	$(BIN)/dvc repro --quiet download
-	$(BIN)/python -m kernels.bench train
-	$(BIN)/python -m kernels.bench decode --steps 100
-	$(BIN)/python -m kernels.bench ops
+	$(BIN)/python -m tests.bench.engine train
+	$(BIN)/python -m tests.bench.engine decode --steps 100
+	$(BIN)/python -m tests.bench.engine ops
 	.venv-parity/bin/python -m tests.bench.training
 	.venv-parity/bin/python -m tests.bench.tokenizers
 

@@ -50,7 +50,7 @@ class Decoding:
     ) -> NDArray[np.int32]:  # fmt: skip
         """Append tokens (B, n) as decode does; return a token drawn after each of the `last` last of them, (B * last,).
 
-        B or `last` is 1. Drawn at uniform (B * last,) by kernels.cpu.sampling's rule; none of banned (count,) is drawn.
+        B or `last` is 1. Drawn at uniform (B * last,) by kernels.cpu.sample's rule; none of banned (count,) is drawn.
         """
         _check_free(cache)
         _ban(banned, cache)
@@ -126,8 +126,8 @@ class Decoding:
 
         def choose(logits: Array) -> None:
             if banned:
-                self.ops.ban(logits, memory.view("banned", (banned,)))
-            self.ops.sampling(
+                self.ops.suppress_tokens(logits, memory.view("banned", (banned,)))
+            self.ops.sample(
                 _tokens(memory, count, 1 - slot), logits, memory.view("uniform", (count,), slot), vocab_size=vocab_size,
                 temperature=temperature, top_k=top_k, top_p=top_p,
             )  # fmt: skip

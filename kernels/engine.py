@@ -279,7 +279,7 @@ class Engine(Decoding):
     def _copy_weights(self) -> None:
         """The copy that products read, where they read one, from the parameters."""
         if "weights" in self._flat:
-            self.ops.rounding(self._flat["weights"], self._flat["parameters"])
+            self.ops.cast(self._flat["weights"], self._flat["parameters"])
         self._cast_weights()
 
     def _cast_weights(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from kernels.engine import Engine
 from kernels.generation import Sampling, Speculation, generate
-from stages.conversations import render_prompt, special_id
+from stages.chat_template import render_prompt, special_id
 from stages.generate import at_least_one, banner, command_parser, open_model, sampling_of, show, speculation_of
 from stages.program import command_main
 from stages.special_tokens import END

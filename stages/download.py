@@ -14,11 +14,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from stages.conversation_sources import ROW_KEYS, Conversation, LeftOut, read_conversations
-from stages.corpus import SPLITS, TRAIN, VAL, Conversations, Corpus, Document, Validation, divide, limited, mix, place
 from stages.program import stage_main
 from stages.settings import Settings
-from stages.sources import Opened, open_source, read_source
+from stages.sources.chat_formats import ROW_KEYS, Conversation, LeftOut, read_conversations
+from stages.sources.corpus import SPLITS, TRAIN, VAL, Conversations, Corpus, Document, Validation, divide, limited, mix, place
+from stages.sources.records import Opened, open_source, read_source
 from stages.text_files import RowWriter, atomic_file, write_json, writing
 
 FOLDER = Path("data/download")

@@ -17,8 +17,8 @@ import numpy as np
 from kernels.engine import Engine
 from kernels.generation import Sampling, generate_batch
 from stages.batches import EvalWindows
+from stages.chat_template import Messages, read_conversations, render_prompt, special_id
 from stages.checkpoint import Checkpoint, load
-from stages.conversations import Messages, read_conversations, render_prompt, special_id
 from stages.metrics import write_csv
 from stages.program import stage_main
 from stages.scoring import (

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from kernels.config import ModelConfig
+from stages.chat_template import special_id
 from stages.checkpoint import Checkpoint, write_arrays
-from stages.conversations import special_id
 from stages.generate import open_checkpoint
 from stages.program import command_main
 from stages.special_tokens import END, PAD, ROLES, SEPARATOR, opener

@@ -18,8 +18,8 @@ from pathlib import Path
 from kernels.config import Numerics
 from kernels.engine import Engine
 from kernels.generation import Sampling, Speculation, generate
+from stages.chat_template import special_id
 from stages.checkpoint import MODEL, Checkpoint, load
-from stages.conversations import special_id
 from stages.program import command_main
 from stages.special_tokens import SEPARATOR
 from stages.tokenizer import Tokenizer, Utf8Stream

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kernels.batch import Batch
 from stages.batches import shuffled
-from stages.conversations import Rendered
+from stages.chat_template import Rendered
 
 Row = list[int]  # the numbers of the conversations in one row, in order
 

@@ -114,7 +114,7 @@ def _windows(stage: str, settings: Settings, manifest: Path) -> Iterator[str]:
 
 def _prompts(stage: str, settings: Settings, tokenizer: Path) -> Iterator[str]:
     """Prompts of the report that the context does not hold whole: eval itself would cut them."""
-    from stages.conversations import render_prompt
+    from stages.chat_template import render_prompt
     from stages.tokenizer import Tokenizer
 
     words, context = Tokenizer.load(tokenizer), settings.model.context
@@ -132,7 +132,7 @@ def _conversations(stage: str, settings: Settings, data: Path) -> Iterator[str]:
     """Conversations of which none fits the context."""
     if not _before(stage, "sft"):
         return
-    from stages.conversations import read_conversations
+    from stages.chat_template import read_conversations
     from stages.tokenizer import Tokenizer
 
     words = Tokenizer.load(data / "train_bpe" / "tokenizer.json")
@@ -146,7 +146,7 @@ def _conversations(stage: str, settings: Settings, data: Path) -> Iterator[str]:
 
 
 def _some_fit(conversations: Iterator[list[dict[str, str]]], words: Any, settings: Settings) -> bool:
-    from stages.conversations import render_all
+    from stages.chat_template import render_all
 
     def fits(chunk: Sequence[list[dict[str, str]]]) -> bool:
         try:

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from stages.corpus import NOTHING
 from stages.overrides import nearest
+from stages.sources.corpus import NOTHING
 
 # Sections whose keys may be left out, since each kind of source has others.
 OPTIONAL_KEYS = ("corpus", "conversations")

@@ -12,7 +12,7 @@ from kernels.batch import Batch
 from kernels.engine import Engine
 from kernels.generation import Sampling, generate_batch
 from stages.batches import EvalWindows
-from stages.conversations import Messages, Rendered, render_all, shuffle_questions
+from stages.chat_template import Messages, Rendered, render_all, shuffle_questions
 from stages.packing import EvalConversations
 from stages.shard_format import ShardSet
 from stages.tokenizer import Tokenizer

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kernels.config import Mlp, ModelConfig, Norm, Numerics, Position
-from stages.corpus import NOTHING, Conversations, Corpus, check_watched
 from stages.overrides import apply_overrides
 from stages.schema import build, check
+from stages.sources.corpus import NOTHING, Conversations, Corpus, check_watched
 from stages.special_tokens import NEEDED
 from stages.training_settings import Pretrain, Sft
 

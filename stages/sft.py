@@ -13,8 +13,8 @@ from kernels.devices import open_ops
 from kernels.engine import Engine
 from kernels.generation import Sampling, generate
 from kernels.memory import plan, report
+from stages.chat_template import read_conversations, render_all, render_prompt, special_id
 from stages.checkpoint import load
-from stages.conversations import read_conversations, render_all, render_prompt, special_id
 from stages.interrupt import Interrupt
 from stages.packing import EvalConversations, SftBatches
 from stages.program import stage_main

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.corpus import read_documents
+from stages.documents import read_documents
 from stages.program import stage_main
 from stages.ready_shards import take_shards
 from stages.settings import Settings

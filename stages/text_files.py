@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from kernels.cache import user_cache
+from kernels.user_cache import user_cache
 
 _CHUNK_BYTES = 1 << 20
 _ZSTD_LEVEL = 6  # not tuned; fixed, since the level is part of the output's bytes

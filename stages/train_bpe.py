@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from stages.corpus import read_documents
+from stages.documents import read_documents
 from stages.program import stage_main
 from stages.settings import Settings
 from stages.tokenizer import Tokenizer

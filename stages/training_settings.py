@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from kernels.config import Optimizer
-from stages.corpus import NOTHING
 from stages.schema import check
+from stages.sources.corpus import NOTHING
 
 MOST = 2**31 - 1  # of a count, so that step numbers and products of two counts fit into 64 bits
 

@@ -7,7 +7,6 @@ through `side(function, ...)`, and returns what they wrote. It is run four times
 
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,9 @@ import pytest
 from tests.compare import Array, Arrays, assert_same_bits, assert_within
 
 if TYPE_CHECKING:
-    from kernels.cuda.device import Device
+    from kernels.cuda.runtime.device import Device
 
-# As kernels.cuda.launch has them; that module cannot be imported where CuPy is missing.
+# As kernels.cuda.runtime.launch has them; that module cannot be imported where CuPy is missing.
 FLOAT, BF16 = np.dtype(np.float32), np.dtype(np.uint16)
 STORAGES = (FLOAT, BF16)
 # Largest relative error of one rounding, to nearest.
@@ -34,7 +33,7 @@ def gpu() -> "Device":
     """The GPU, with a workspace; the calling test is skipped where there is none."""
     if find_spec("cupy") is None:
         pytest.skip("CuPy is not installed")
-    from kernels.cuda.device import Device
+    from kernels.cuda.runtime.device import Device
 
     try:
         device = Device()
@@ -101,8 +100,9 @@ class Gpu:
         return on_gpu(self.device, host, host.dtype)
 
     def __call__(self, function: Callable[..., Any], *arrays: Any, **options: Any) -> None:
-        module = import_module(function.__module__.replace("kernels.cpu", "kernels.cuda"))
-        getattr(module, function.__name__)(self.device, *arrays, **options)
+        from kernels.cuda import CudaOps
+
+        getattr(CudaOps, function.__name__)(self.device, *arrays, **options)
 
     def host(self, array: Array) -> Array:
         """What it holds, bf16 as fp32."""

@@ -18,23 +18,14 @@ STAGES = ("download", "train_bpe", "shard", "pretrain", "sft", "eval")
 COMMANDS = ("chat", "export", "generate", "params")
 MODULES = (
     "batches",
+    "chat_template",
     "checkpoint",
-    "conversation_sources",
-    "conversations",
-    "corpus",
-    "encoding",
-    "hub",
+    "documents",
     "interrupt",
-    "local_files",
-    "merges",
     "metrics",
     "overrides",
     "packing",
-    "parquet",
-    "parquet_pages",
-    "plays",
     "preflight",
-    "pretokenizer",
     "program",
     "ready_shards",
     "resume",
@@ -43,20 +34,17 @@ MODULES = (
     "settings",
     "shard_format",
     "shard_writer",
-    "sources",
     "special_tokens",
     "text_files",
-    "tokenizer",
-    "tokenizer_file",
     "training",
     "training_settings",
-    "unicode_classes",
     "updates",
 )
+ROOMS = ("sources", "tokenizer")  # folders of modules: where text comes from, and byte-level BPE
 
 # Files of kernels/cpu that are not an operation of their own, and operations without a backward pass.
 NOT_OPERATIONS = ("__init__", "exponential", "jit", "tile")
-ONE_FUNCTION = ("adamw", "fp8", "grad_norm", "muon", "sampling")
+ONE_FUNCTION = ("adamw", "fp8", "grad_norm", "muon", "sample")
 FORWARD_ONLY = ("decode_attention", "weighted_sum")
 
 # What dvc.yaml's deps leave out: settings hand on nothing but the values that `params` tracks, program starts a stage or not.

@@ -37,7 +37,7 @@ from kernels.cpu.rmsnorm import (
     rmsnorm_forward,
 )
 from kernels.cpu.rope import rope_backward, rope_forward, rope_table
-from kernels.cpu.sampling import ban, sampling
+from kernels.cpu.sample import sample, suppress_tokens
 from kernels.cpu.swiglu import swiglu_backward, swiglu_forward
 from kernels.cpu.weighted_sum import weighted_sum_forward
 
@@ -97,8 +97,8 @@ class CpuOps:
     grad_norm = staticmethod(grad_norm)
     adamw = staticmethod(adamw)
     muon = staticmethod(muon)
-    sampling = staticmethod(sampling)
-    ban = staticmethod(ban)
+    sample = staticmethod(sample)
+    suppress_tokens = staticmethod(suppress_tokens)
 
     def upload(self, target: Array, source: Any) -> None:
         """Copy into an array of the device, which the CPU's are already."""

@@ -19,7 +19,7 @@ import numba
 from numba.core.caching import IndexDataCacheFile, UserProvidedCacheLocator
 from numba.core.codegen import JITCodeLibrary
 
-from kernels.cache import say_not_kept, user_cache
+from kernels.user_cache import say_not_kept, user_cache
 
 # Numba's own cache looks at the file of the function alone, not at the functions it calls in other files.
 _ROOT = Path(__file__).resolve().parents[2]

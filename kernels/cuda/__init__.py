@@ -9,9 +9,9 @@ import numpy as np
 
 from kernels.config import ModelConfig, Numerics
 from kernels.cpu.rope import rope_table
-from kernels.cuda import cublaslt, embedding, matmul_fp8
+from kernels.cuda import embedding
 from kernels.cuda.adamw import adamw
-from kernels.cuda.attention import (
+from kernels.cuda.attention.attention import (
     LARGEST_HEAD_DIM,
     attention_backward,
     attention_forward,
@@ -19,24 +19,24 @@ from kernels.cuda.attention import (
     attention_workspace_bytes,
 )
 from kernels.cuda.bias import bias_backward, bias_forward
+from kernels.cuda.cast import cast
 from kernels.cuda.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from kernels.cuda.decode_attention import decode_attention_forward
-from kernels.cuda.decode_step import decode_step, fused_rows
-from kernels.cuda.device import Device
+from kernels.cuda.decode.decode_attention import decode_attention_forward
+from kernels.cuda.decode.decode_step import decode_step, fused_rows
 from kernels.cuda.embedding import embedding_backward, embedding_forward
-from kernels.cuda.fp8 import fp8_rescale
 from kernels.cuda.gelu import gelu_backward, gelu_forward
 from kernels.cuda.grad_norm import grad_norm
-from kernels.cuda.launch import BF16, FLOAT, Array
 from kernels.cuda.layernorm import (
     layernorm_backward,
     layernorm_forward,
     residual_layernorm_backward,
     residual_layernorm_forward,
 )
-from kernels.cuda.matmul import matmul_backward, matmul_forward
-from kernels.cuda.matmul_fp8 import cast_weight, fp8_mlp_backward, fp8_mlp_forward, fp8_weight
-from kernels.cuda.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
+from kernels.cuda.matmul import cublaslt, matmul_fp8
+from kernels.cuda.matmul.fp8 import fp8_rescale
+from kernels.cuda.matmul.matmul import matmul_backward, matmul_forward
+from kernels.cuda.matmul.matmul_fp8 import cast_weight, fp8_mlp_backward, fp8_mlp_forward, fp8_weight
+from kernels.cuda.matmul.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
 from kernels.cuda.muon import muon
 from kernels.cuda.rmsnorm import (
     residual_rmsnorm_backward,
@@ -45,9 +45,10 @@ from kernels.cuda.rmsnorm import (
     rmsnorm_forward,
 )
 from kernels.cuda.rope import rope_backward, rope_forward
-from kernels.cuda.rounding import rounding
-from kernels.cuda.rows import LONGEST_ROW
-from kernels.cuda.sampling import ban, sampling
+from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.launch import BF16, FLOAT, Array
+from kernels.cuda.runtime.rows import LONGEST_ROW
+from kernels.cuda.sample import sample, suppress_tokens
 from kernels.cuda.swiglu import swiglu_backward, swiglu_forward
 from kernels.cuda.weighted_sum import weighted_sum_forward
 from kernels.fp8 import MULTIPLE
@@ -86,8 +87,8 @@ class CudaOps(Device):
     weighted_sum_forward = weighted_sum_forward
     grad_norm = grad_norm
     adamw, muon = adamw, muon
-    sampling, ban = sampling, ban
-    rounding = rounding
+    sample, suppress_tokens = sample, suppress_tokens
+    cast = cast
     fp8_weight, cast_weight, fp8_rescale = fp8_weight, cast_weight, fp8_rescale
     fp8_mlp_forward, fp8_mlp_backward = fp8_mlp_forward, fp8_mlp_backward
 

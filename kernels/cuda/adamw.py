@@ -1,7 +1,7 @@
 """Launcher of adamw.cu; the mathematics and the contract are those of kernels.cpu.adamw."""
 
-from kernels.cuda.device import Device
-from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
+from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
 
 _ADAMW = Kernel("adamw.cu", "adamw", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 4)))
 _BLOCK, _BLOCKS_A_PROCESSOR = 256, 8  # not tuned

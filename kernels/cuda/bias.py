@@ -1,9 +1,9 @@
 """Launchers of bias.cu; the mathematics and the contracts are those of kernels.cpu.bias."""
 
-from kernels.cuda.columns import add_rows
-from kernels.cuda.device import Device
-from kernels.cuda.launch import FLOAT, Array, Kernel
-from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
+from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.launch import FLOAT, Array, Kernel
+from kernels.cuda.runtime.vectors import VECTOR_TEMPLATES, vector_size
+from kernels.cuda.sum_rows import add_rows
 
 _FORWARD = Kernel("bias.cu", "bias_forward", VECTOR_TEMPLATES)
 _BACKWARD = Kernel("bias.cu", "bias_backward", VECTOR_TEMPLATES)

@@ -1,7 +1,7 @@
 """Launchers of cross_entropy.cu; the mathematics and the contracts are those of kernels.cpu.cross_entropy."""
 
-from kernels.cuda.device import Device
-from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
+from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
 
 _INSTANCES = ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
 _FORWARD = Kernel("cross_entropy.cu", "cross_entropy_forward", _INSTANCES)

@@ -18,7 +18,7 @@
 // Determinism: atomics only on integers: counts, which come out the same in any order, and the room for a list and its place among
 // the work, whose order changes from run to run, but not what any list holds nor how it is added up.
 
-#include "overlap.cuh"
+#include "dependent_launch.cuh"
 #include "vectors.cuh"
 
 // tokens is null where the key is the position.

@@ -1,7 +1,7 @@
 """Launcher of grad_norm.cu; the contract is that of kernels.cpu.grad_norm."""
 
-from kernels.cuda.device import Device
-from kernels.cuda.launch import FLOAT, Array, Kernel
+from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.launch import FLOAT, Array, Kernel
 
 _SQUARE_SUMS = Kernel("grad_norm.cu", "square_sums", ((),))
 _FINISH = Kernel("grad_norm.cu", "grad_norm_finish", ((),))

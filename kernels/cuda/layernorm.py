@@ -1,9 +1,9 @@
 """Launchers of layernorm.cu; the mathematics and the contracts are those of kernels.cpu.layernorm."""
 
-from kernels.cuda.columns import add_rows
-from kernels.cuda.device import Device
-from kernels.cuda.launch import FLOAT, Array, Kernel
-from kernels.cuda.rows import BACKWARD, FORWARD, row_launch, row_queue, row_templates, with_branch_bias
+from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.launch import FLOAT, Array, Kernel
+from kernels.cuda.runtime.rows import BACKWARD, FORWARD, row_launch, row_queue, row_templates, with_branch_bias
+from kernels.cuda.sum_rows import add_rows
 
 _FORWARD = Kernel("layernorm.cu", "layernorm_forward", row_templates(FORWARD))
 _BACKWARD = Kernel("layernorm.cu", "layernorm_backward", with_branch_bias(row_templates(BACKWARD)))

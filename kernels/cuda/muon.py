@@ -3,9 +3,9 @@
 import math
 
 from kernels.cpu.muon import COEFFICIENTS, ITERATIONS, MOMENTUM, SCALE
-from kernels.cuda.device import Device
-from kernels.cuda.launch import BF16, FLOAT, Array, Kernel
-from kernels.cuda.matmul import multiply
+from kernels.cuda.matmul.matmul import multiply
+from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
 
 _MOMENTUM = Kernel("muon.cu", "muon_momentum", ((),))
 _BEGIN = Kernel("muon.cu", "muon_begin", ((FLOAT,), (BF16,)))

@@ -1,8 +1,8 @@
 """Launchers of rope.cu; the mathematics and the contracts are those of kernels.cpu.rope."""
 
-from kernels.cuda.device import Device
-from kernels.cuda.launch import Array, Kernel
-from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
+from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.launch import Array, Kernel
+from kernels.cuda.runtime.vectors import VECTOR_TEMPLATES, vector_size
 
 _BLOCK = 256  # not tuned
 _HEADS = 4  # a thread's; not tuned

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from kernels.cuda.device import Device
-from kernels.cuda.launch import Array, Kernel
-from kernels.cuda.vectors import VECTOR_TEMPLATES, vector_size
+from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.launch import Array, Kernel
+from kernels.cuda.runtime.vectors import VECTOR_TEMPLATES, vector_size
 
 _FORWARD = Kernel("swiglu.cu", "swiglu_forward", VECTOR_TEMPLATES)
 _BACKWARD = Kernel("swiglu.cu", "swiglu_backward", VECTOR_TEMPLATES)

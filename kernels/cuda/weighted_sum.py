@@ -1,7 +1,7 @@
 """Launcher of weighted_sum.cu; the contract is that of kernels.cpu.weighted_sum."""
 
-from kernels.cuda.device import Device
-from kernels.cuda.launch import Array, Kernel
+from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.launch import Array, Kernel
 
 _FORWARD = Kernel("weighted_sum.cu", "weighted_sum_forward", ((),))
 _BLOCK = 1024

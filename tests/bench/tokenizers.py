@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stages.corpus import read_documents
+from stages.documents import read_documents
 from stages.tokenizer import Tokenizer
-from stages.tokenizer_file import Vocabulary
+from stages.tokenizer.file_format import Vocabulary
 
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPECIAL = ["<|endoftext|>"]

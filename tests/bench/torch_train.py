@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.bench import MODELS
 from kernels.config import ModelConfig
+from tests.bench.engine import MODELS
 
 
 class Block(nn.Module):

@@ -5,7 +5,7 @@
 COMMAND, tests.bench.torch_train where none is given, trains the same shape (four heads, clipping, AdamW) and ends with a line
 of JSON that has `tokens_per_s`, as ours does:
 
-    python -m kernels.bench train --model euler_1m --batch 32 --seq 128
+    python -m tests.bench.engine train --model euler_1m --batch 32 --seq 128
 
 Each turn is a process of its own, so that neither leaves threads behind. A figure is the median of the rounds, the ratio the
 median of the rounds' ratios.
@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 
-OURS = [sys.executable, "-m", "kernels.bench", "train"]
+OURS = [sys.executable, "-m", "tests.bench.engine", "train"]
 
 
 def tokens_per_s(command: list[str]) -> float:

@@ -1,10 +1,10 @@
-"""What kernels.bench says of arguments that it cannot measure with."""
+"""What tests.bench.engine says of arguments that it cannot measure with."""
 
 import sys
 
 import pytest
 
-from kernels import bench
+from tests.bench import engine as bench
 
 
 # A traceback, or a figure of nothing, in place of a line that names the option.

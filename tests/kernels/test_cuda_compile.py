@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from kernels.cuda.compile import Compiled
-    from kernels.cuda.launch import Kernel
+    from kernels.cuda.runtime.compile import Compiled
+    from kernels.cuda.runtime.launch import Kernel
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -29,7 +29,7 @@ Compilation = dict[str, dict[str, "Future[Compiled]"]]
 
 def version() -> str:
     """The compiler's; the test is skipped where it is not installed."""
-    from kernels.cuda import compile as compiler
+    from kernels.cuda.runtime import compile as compiler
 
     try:
         return ".".join(map(str, compiler._version()))
@@ -41,11 +41,11 @@ def version() -> str:
 def kernels() -> dict[str, "Kernel"]:
     """Every Kernel of every module of kernels.cuda, by source and name."""
     import kernels.cuda
-    from kernels.cuda.launch import Kernel
+    from kernels.cuda.runtime.launch import Kernel
 
     found = {}
-    for module in pkgutil.iter_modules(kernels.cuda.__path__):
-        for value in vars(import_module(f"kernels.cuda.{module.name}")).values():
+    for module in pkgutil.walk_packages(kernels.cuda.__path__, "kernels.cuda."):
+        for value in vars(import_module(module.name)).values():
             for kernel in value if isinstance(value, tuple | list) else value.values() if isinstance(value, dict) else (value,):
                 if isinstance(kernel, Kernel):
                     found[f"{kernel.source} {kernel.name}"] = kernel
@@ -55,7 +55,7 @@ def kernels() -> dict[str, "Kernel"]:
 @cache
 def compilation() -> Compilation:
     """Every instance by architecture, being compiled on all cores."""
-    from kernels.cuda.compile import compile_instance
+    from kernels.cuda.runtime.compile import compile_instance
 
     # Processes: of threads NVRTC lets one compile at a time, and fails at times where several begin.
     pool = ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
@@ -78,7 +78,8 @@ def instances(source: str) -> dict[str, dict[str, "Compiled"]]:
     }
 
 
-SOURCES = sorted(path.name for path in (Path(__file__).parents[2] / "kernels" / "cuda").glob("*.cu"))
+FOLDER = Path(__file__).parents[2] / "kernels" / "cuda"
+SOURCES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.cu"))
 
 
 # A register that did not fit goes to memory at every use; a warning is a race or a conversion that nobody meant.

@@ -73,7 +73,7 @@ def runner(c: ModelConfig) -> Any:
         head = weights["tok.weight"] if c.tied_head else weights["head.weight"][0]
         length = side.same(a["held"])
         if isinstance(side, Gpu):
-            from kernels.cuda.decode_step import decode_step
+            from kernels.cuda.decode.decode_step import decode_step
 
             decode_step(
                 side.device, logits, norm, tokens, start, length, keys, values, weights, parameters, head, table, config=c
@@ -212,7 +212,7 @@ def test_replayed_tokens_are_those_of_a_forward_pass(name: str) -> None:
 )
 def test_rows_that_are_taken(dtype: np.dtype[Any], width: int, kib: int, rows: int) -> None:
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from kernels.cuda.decode_step import fused_rows
+    from kernels.cuda.decode.decode_step import fused_rows
 
     device: Any = SimpleNamespace(processors=132, shared_bytes=kib * 1024)
     assert fused_rows(device, dtype, model(2, 4, 4, 256, width, 64)) == rows

@@ -14,12 +14,13 @@ from tests.gradient_check import MODELS
 
 pytest.importorskip("cupy")
 
-from kernels.cuda import FP8_ARCH, CudaOps, cublaslt
-from kernels.cuda.device import Device
-from kernels.cuda.fp8 import fp8, fp8_rescale
-from kernels.cuda.launch import E4M3
-from kernels.cuda.matmul import matmul_backward, matmul_forward
-from kernels.cuda.matmul_fp8 import Fp8Weight, cast_weight, fp8_mlp_backward, fp8_mlp_forward, fp8_weight
+from kernels.cuda import FP8_ARCH, CudaOps
+from kernels.cuda.matmul import cublaslt
+from kernels.cuda.matmul.fp8 import fp8, fp8_rescale
+from kernels.cuda.matmul.matmul import matmul_backward, matmul_forward
+from kernels.cuda.matmul.matmul_fp8 import Fp8Weight, cast_weight, fp8_mlp_backward, fp8_mlp_forward, fp8_weight
+from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.launch import E4M3
 
 # A Hopper tensor core adds so many products and the sum so far at once, cut off so many bits below the largest of them; without
 # fast sums so many products are added to a sum in fp32.

@@ -19,7 +19,7 @@ def run(side: Side, a: Arrays) -> Arrays:
     bias = side.stored(a["bias"]) if "bias" in a else None
     out = side.stored(np.full((len(a["inp"]), len(a["weight"])), np.nan))
     if isinstance(side, Gpu):
-        from kernels.cuda.linear_rows import linear_rows
+        from kernels.cuda.matmul.linear_rows import linear_rows
 
         linear_rows(side.device, out, inp, weight, bias)
     else:

@@ -20,10 +20,10 @@ from tests.cuda import gpu as calibrated_gpu
 
 cupy = pytest.importorskip("cupy")
 
-from kernels.cuda import cublaslt  # noqa: E402
-from kernels.cuda.device import Device, from_bf16, to_bf16  # noqa: E402
-from kernels.cuda.launch import BF16, FLOAT  # noqa: E402
-from kernels.cuda.matmul import matmul_backward, matmul_forward  # noqa: E402
+from kernels.cuda.matmul import cublaslt  # noqa: E402
+from kernels.cuda.matmul.matmul import matmul_backward, matmul_forward  # noqa: E402
+from kernels.cuda.runtime.device import Device, from_bf16, to_bf16  # noqa: E402
+from kernels.cuda.runtime.launch import BF16, FLOAT  # noqa: E402
 
 # (rows, outputs, inputs). The last three copy 16 bytes at once, the last goes through two bands of tiles.
 SHAPES = (

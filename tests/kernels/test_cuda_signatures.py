@@ -1,7 +1,7 @@
 """Every launcher against the signatures of its kernels, without a GPU.
 
-The launchers run on a device that launches nothing: kernels.cuda.launch checks names, types and contiguity of what they pass, and
-that the instance is one of those that are compiled. Afterwards each of those must have been launched.
+The launchers run on a device that launches nothing. launch.py checks the names, types and contiguity of what they pass, and that
+the instance is one of those that are compiled. Afterwards each of those must have been launched.
 """
 
 import re
@@ -17,8 +17,10 @@ pytest.importorskip("cupy")
 
 from kernels.config import ModelConfig
 from kernels.cpu import CpuOps
-from kernels.cuda.compile import FOLDER
-from kernels.cuda.launch import BF16, E4M3, FLOAT, TENSOR_MAP, Kernel, Template, arguments
+from kernels.cuda import CudaOps
+from kernels.cuda.matmul import fp8
+from kernels.cuda.runtime.compile import FOLDER
+from kernels.cuda.runtime.launch import BF16, E4M3, FLOAT, TENSOR_MAP, Kernel, Template, arguments
 from kernels.parameters import CLEARED, DECAYS, MUON, flat_size, named, parameter_table
 
 ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
@@ -52,7 +54,7 @@ def array(shape: tuple[int, ...], dtype: Any) -> HostArray:
 
 
 class RecordingDevice:
-    """kernels.cuda.device.Device as far as launchers use it."""
+    """kernels.cuda.runtime.device.Device as far as launchers use it."""
 
     processors, shared_bytes, arch, matmul, deterministic, stream = 132, 227 * 1024, "sm_90", MATMUL, True, None
 
@@ -226,7 +228,7 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
         yield "adamw", (*flat, copy, *scalars), constants
     yield from muon_calls(m, 2, s.head_dim)
     for count in (rows * s.dim, 7):
-        yield "rounding", (array((count,), BF16), f(count)), {}
+        yield "cast", (array((count,), BF16), f(count)), {}
     inp, scale, transposed = array((rows, 48), BF16), f(), array((48, -(-rows // 16) * 16), E4M3)
     given = array(inp.shape, E4M3), transposed, scale, array((), np.int32)
     yield "fp8", (*given[:3], None, inp), {"measure": True}
@@ -234,10 +236,10 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
     yield "fp8_gelu_forward", (*given, inp), {}
     yield "fp8_gelu_backward", (*given, f(1, -(-rows // 128), 48), inp, inp), {}
     yield "fp8_rescale", (f(4, 3, 4), array((4, 2), np.int32), double), {}
-    yield "ban", (logits, targets), {}
+    yield "suppress_tokens", (logits, targets), {}
     for temperature in (0.0, 1.0):
         settings = {**vocab, "temperature": temperature, "top_k": 5, "top_p": 0.9}
-        yield "sampling", (targets, logits, array((rows,), np.float64)), settings
+        yield "sample", (targets, logits, array((rows,), np.float64)), settings
 
 
 def muon_calls(m: Maker, layers: int, side: int) -> Calls:
@@ -256,11 +258,9 @@ def calls(storage: np.dtype[Any], sizes: Sizes) -> Calls:
         yield from make(Maker(storage), sizes)
 
 
-def module_of(name: str) -> Any:
-    """The launchers' module of an operation's function."""
-    operation = name.removeprefix("residual_").removesuffix("_forward").removesuffix("_backward")
-    operation = "fp8" if operation.startswith("fp8") else operation
-    return import_module(f"kernels.cuda.{'sampling' if name == 'ban' else operation}")
+def launcher(name: str) -> Any:
+    """An operation of CudaOps, or a cast of matmul_fp8's, as a function of a device."""
+    return getattr(CudaOps, name, None) or getattr(fp8, name)
 
 
 @cache
@@ -268,7 +268,7 @@ def launched_by(precision: str, attention: str, sizes: Sizes) -> frozenset[tuple
     """What all launchers launch; an argument that a kernel does not take is an AssertionError here."""
     device = RecordingDevice(precision, attention)
     for name, given, options in calls(device.storage, sizes):
-        getattr(module_of(name), name)(device, *given, **options)
+        launcher(name)(device, *given, **options)
     return frozenset(device.launched)
 
 
@@ -283,7 +283,7 @@ def test_launches_are_what_kernels_take(sizes: Sizes, precision: str, attention:
 # Launches that grow with the layers: by the thousand, of a few microseconds each, they took longer than what they do.
 @pytest.mark.parametrize("layers", [1, 5])
 def test_muons_launches_are_as_many_whatever_the_layers(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernels.cuda import cublaslt
+    from kernels.cuda.matmul import cublaslt
 
     device, started = RecordingDevice("bf16", "mma"), list[str]()
     monkeypatch.setattr(device, "matmul", "cublaslt", raising=False)
@@ -291,14 +291,14 @@ def test_muons_launches_are_as_many_whatever_the_layers(layers: int, monkeypatch
     monkeypatch.setattr(cublaslt, "multiply", lambda *_: started.append("product"))
     for _, given, options in muon_calls(Maker(BF16), layers, 16):
         started.clear()
-        module_of("muon").muon(device, *given, **options)
+        launcher("muon")(device, *given, **options)
         assert len(started) == 23
 
 
 # Full fp32 rounded to tf32 by attention, or tf32 that plain cores compute.
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_fp32_arrays_are_rounded_where_asked_for(attention: str) -> None:
-    from kernels.cuda.attention import attention_kernel
+    from kernels.cuda.attention.attention import attention_kernel
 
     for head_dim in (32, 64, 80, 96, 128):
         devices: dict[str, Any] = {precision: RecordingDevice(precision, attention) for precision in PRECISIONS}
@@ -309,7 +309,7 @@ def test_fp32_arrays_are_rounded_where_asked_for(attention: str) -> None:
 
 # A struct's bytes go to the kernel as they are: nothing there would notice an array, or half a map.
 def test_only_tensor_maps_pass_as_such() -> None:
-    from kernels.cuda.attention import _HOPPER_FORWARD as kernel
+    from kernels.cuda.attention.attention import _HOPPER_FORWARD as kernel
 
     template = kernel.instances[0]
     given: dict[str, Any] = {p.name: None if p.pointer else 1 for p in kernel.parameters(template)}
@@ -324,14 +324,15 @@ def test_only_tensor_maps_pass_as_such() -> None:
 def test_every_operation_is_called() -> None:
     operations = {name for name, value in vars(CpuOps).items() if isinstance(value, staticmethod)}
     called = {name for name, _, _ in calls(BF16, SIZES[1])}
-    of_gpu = {"decode_step", "rounding", "fp8", "fp8_rescale", "fp8_gelu_forward", "fp8_gelu_backward"}
+    of_gpu = {"decode_step", "cast", "fp8", "fp8_rescale", "fp8_gelu_forward", "fp8_gelu_backward"}
     assert called == operations | of_gpu
 
 
 # An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.
 def test_every_instance_is_launched() -> None:
     launched = {one for p in PRECISIONS for a in ATTENTIONS for s in SIZES for one in launched_by(p, a, s)}
-    modules = {module_of(name) for name, _, _ in calls(BF16, SIZES[1])} | {import_module("kernels.cuda.columns")}
+    launchers = {launcher(name).__module__ for name, _, _ in calls(BF16, SIZES[1])}
+    modules = map(import_module, launchers | {"kernels.cuda.sum_rows"})
     for module in modules:
         for kernel in (value for value in vars(module).values() if isinstance(value, Kernel)):
             closed = () if kernel.open else kernel.instances
@@ -341,9 +342,9 @@ def test_every_instance_is_launched() -> None:
 
 # A constant that a launcher repeats and a kernel has changed: memory of another size than the kernel writes.
 def test_launchers_repeat_the_kernels_constants() -> None:
-    decode_step = import_module("kernels.cuda.decode_step")
+    decode_step = import_module("kernels.cuda.decode.decode_step")
     files = ("decode_model", "decode_shares", "reduce")
-    text = "".join((FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in files)
+    text = "".join(next(FOLDER.rglob(f"{name}.cuh")).read_text(encoding="utf-8") for name in files)
 
     def constant(name: str) -> str:
         """What the first declaration of a constant sets it to."""
@@ -353,7 +354,7 @@ def test_launchers_repeat_the_kernels_constants() -> None:
 
     for name in ("WARP", "WARPS", "TILE", "STEP", "SHARES"):
         assert constant(name) == str(getattr(decode_step, f"_{name}")), name
-    fp8, text8 = import_module("kernels.cuda.fp8"), (FOLDER / "fp8.cu").read_text(encoding="utf-8")
+    fp8, text8 = import_module("kernels.cuda.matmul.fp8"), (FOLDER / "matmul/fp8.cu").read_text(encoding="utf-8")
     block, columns = (int(re.search(rf"\b{name} = (\d+)", text8)[1]) for name in ("CAST_BLOCK", "COLUMNS"))  # type: ignore[index]
     for name in ("SIZE", "SCALE_BLOCK", "CAST_BLOCK", "UNDER_WAY", "COLUMNS"):
         assert re.search(rf"\b{name} = {getattr(fp8, f'_{name}')}[,;]", text8), name

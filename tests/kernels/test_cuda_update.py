@@ -13,7 +13,7 @@ from kernels.cpu.adamw import adamw
 from kernels.cpu.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from kernels.cpu.grad_norm import grad_norm
 from kernels.cpu.muon import muon
-from kernels.cpu.sampling import sampling as cpu_sampling
+from kernels.cpu.sample import sample as cpu_sample
 from kernels.cpu.weighted_sum import weighted_sum_forward
 from kernels.parameters import MUON, Matrices
 from tests.cases import CROSS_ENTROPY, GRADIENTS
@@ -220,7 +220,7 @@ def muon_update(side: Side, a: Arrays) -> Arrays:
 def _products(request: pytest.FixtureRequest, storage: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The GPU's products by either backend; the CPU's in fp32 rounded wherever the GPU's are."""
     pytest.importorskip("cupy")
-    from kernels.cuda import cublaslt
+    from kernels.cuda.matmul import cublaslt
 
     cpu = import_module("kernels.cpu.muon")  # the package's name of it is the function
 
@@ -289,14 +289,14 @@ def test_adamw_changes_nothing_where_the_norm_is_not_finite(norm: float, storage
 
 def draw(logits: Array, uniform: Array, storage: Any, vocab_size: int, **settings: Any) -> Array:
     """The GPU's tokens, the same twice."""
-    from kernels.cuda.sampling import sampling
+    from kernels.cuda.sample import sample
 
     device = gpu()
     on_device, draws = on_gpu(device, logits, storage), on_gpu(device, uniform, np.float64)
     tokens = []
     for _ in range(2):
         out = on_gpu(device, np.full(len(logits), -1), np.int32)
-        sampling(device, out, on_device, draws, vocab_size=vocab_size, **settings)
+        sample(device, out, on_device, draws, vocab_size=vocab_size, **settings)
         tokens.append(device.download(out))
     np.testing.assert_array_equal(tokens[1], tokens[0])
     return tokens[0]
@@ -326,7 +326,7 @@ def test_sampling_is_the_cpus(vocab_size: int, width: int, storage: Any) -> None
         settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         uniform = rng.random(4)
         expected = np.full(4, -1, np.int32)
-        cpu_sampling(expected, logits, uniform, vocab_size=vocab_size, **settings)
+        cpu_sample(expected, logits, uniform, vocab_size=vocab_size, **settings)
         got = draw(logits, uniform, storage, vocab_size, **settings)
         np.testing.assert_array_equal(got, expected, err_msg=f"{settings} {uniform}")
 
@@ -345,7 +345,7 @@ def test_sampling_never_draws_what_is_banned(storage: Any) -> None:
 # A draw that is baked into the graph would repeat for ever.
 @storages
 def test_sampling_in_a_graph(storage: Any) -> None:
-    from kernels.cuda.sampling import sampling
+    from kernels.cuda.sample import sample
 
     device, vocab_size, width = gpu(), 5003, 5008
     logits = rows_of_logits(vocab_size, width, storage)
@@ -357,20 +357,20 @@ def test_sampling_in_a_graph(storage: Any) -> None:
         device.upload(uniform, host)
         device.replay(
             ("test_sampling_in_a_graph", id(out)),
-            lambda: sampling(device, out, on_device, uniform, vocab_size=vocab_size, **settings),
+            lambda: sample(device, out, on_device, uniform, vocab_size=vocab_size, **settings),
         )
         expected = np.empty(4, np.int32)
-        cpu_sampling(expected, logits, host, vocab_size=vocab_size, **settings)
+        cpu_sample(expected, logits, host, vocab_size=vocab_size, **settings)
         np.testing.assert_array_equal(device.download(out), expected)
 
 
 # Weights that products read rounded otherwise than the update rounds them, or a tail that is not written.
 @pytest.mark.parametrize("size", [1, 8, 4097, 100_000])
 def test_rounding(size: int) -> None:
-    from kernels.cuda.rounding import rounding
+    from kernels.cuda.cast import cast
 
     host = np.random.default_rng(size).standard_normal(size, np.float32)
     host[:: size // 2 + 1] = (1 + 2.0**-8) * np.float32(-3.0)  # half-way between two numbers of bf16
     out = on_gpu(gpu(), np.full(size, np.nan), BF16)
-    rounding(gpu(), out, on_gpu(gpu(), host, FLOAT))
+    cast(gpu(), out, on_gpu(gpu(), host, FLOAT))
     assert np.array_equal(gpu().download(out), rounded(host, BF16))

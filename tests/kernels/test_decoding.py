@@ -133,7 +133,7 @@ class Asynchronous:
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self.ops, name)
-        if not name.endswith("_forward") and name not in ("copy_rows", "ban", "sampling"):
+        if not name.endswith("_forward") and name not in ("copy_rows", "suppress_tokens", "sample"):
             return op
         return lambda *arguments, **constants: self.start(partial(op, *arguments, **constants))
 

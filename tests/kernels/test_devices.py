@@ -73,8 +73,8 @@ class RuntimeFailedError(RuntimeError):
 
 
 def cupy_with(monkeypatch: pytest.MonkeyPatch, **runtime: Any) -> Any:
-    """The module kernels.cuda.device over a CuPy whose runtime is this."""
-    device = pytest.importorskip("kernels.cuda.device", exc_type=ImportError)
+    """The module kernels.cuda.runtime.device over a CuPy whose runtime is this."""
+    device = pytest.importorskip("kernels.cuda.runtime.device", exc_type=ImportError)
     fake = SimpleNamespace(CUDARuntimeError=RuntimeFailedError, **runtime)
     monkeypatch.setattr(device.cupy.cuda, "runtime", fake)
     return device
@@ -128,21 +128,21 @@ def test_memory_that_is_gone_and_a_kernel_that_failed(monkeypatch: pytest.Monkey
 
 # NVRTC, its headers, or code that does not compile: the log has to be in the message.
 def test_a_compiler_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    nvrtc = pytest.importorskip("kernels.cuda.compile", exc_type=ImportError)
+    nvrtc = pytest.importorskip("kernels.cuda.runtime.compile", exc_type=ImportError)
 
     def missing(name: str) -> None:
         raise RuntimeError(f"no {name}")
 
     monkeypatch.setenv("NANOEULER_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"(?s)^CUDA: ban\.cu does not compile as nothing<float> with .*nothing"):
-        nvrtc.compile_instance("ban.cu", "nothing<float>", "sm_90")
+    with pytest.raises(ValueError, match=r"(?s)^CUDA: suppress_tokens\.cu does not compile as nothing<float> with .*nothing"):
+        nvrtc.compile_instance("suppress_tokens.cu", "nothing<float>", "sm_90")
     monkeypatch.setattr(nvrtc, "find_nvidia_header_directory", lambda name: None)
     nvrtc._headers.cache_clear()
     with pytest.raises(ValueError, match=r"^CUDA: the headers \(cuda_bf16\.h\) were not found; python -m pip install nvidia-"):
-        nvrtc.compile_instance("ban.cu", "ban<float>", "sm_90")
+        nvrtc.compile_instance("suppress_tokens.cu", "suppress_tokens<float>", "sm_90")
     nvrtc._headers.cache_clear()
     monkeypatch.setattr(nvrtc, "load_nvidia_dynamic_lib", missing)
     nvrtc._nvrtc.cache_clear()
     with pytest.raises(ValueError, match=r"^CUDA: the compiler library NVRTC was not found \(no nvrtc\); python -m pip install"):
-        nvrtc.compile_instance("ban.cu", "other<float>", "sm_90")
+        nvrtc.compile_instance("suppress_tokens.cu", "other<float>", "sm_90")
     nvrtc._nvrtc.cache_clear()

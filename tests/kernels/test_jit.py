@@ -45,7 +45,7 @@ FULL = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 import numpy as np
-from stages.encoding import rank_table
+from stages.tokenizer.encode import rank_table
 print(len(rank_table(np.zeros((3, 3), np.int32))))
 """
 

@@ -10,7 +10,7 @@ import transformers
 
 from kernels.config import ModelConfig
 from kernels.generation import Sampling, generate
-from stages.conversations import render, render_prompt
+from stages.chat_template import render, render_prompt
 from tests.parity.cases import EULER, MODELS, Weights, engine_with, exported, our_logits, text, tokenizer, train, trained
 
 NEW, CONTEXT = 56, 80

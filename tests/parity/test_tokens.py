@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from stages.conversations import render, render_prompt
+from stages.chat_template import render, render_prompt
 from stages.special_tokens import ROLES
 from stages.tokenizer import Tokenizer
-from stages.unicode_classes import LETTER, NUMBER, SPACE, character_classes
+from stages.tokenizer.unicode_classes import LETTER, NUMBER, SPACE, character_classes
 from tests.parity.cases import EULER, GPT2, SPECIAL, exported, text, trained
 
 STDLIB_BYTES = 30_000_000

@@ -10,7 +10,7 @@ from kernels.config import ModelConfig, Numerics
 from kernels.engine import Engine
 from stages.checkpoint import save
 from stages.tokenizer import Tokenizer
-from stages.tokenizer_file import BYTE_ORDER, Vocabulary
+from stages.tokenizer.file_format import BYTE_ORDER, Vocabulary
 
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 WORDS = Tokenizer(Vocabulary([bytes([byte]) for byte in BYTE_ORDER], [], {}).with_special(SPECIAL, "test"))

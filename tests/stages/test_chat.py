@@ -10,7 +10,7 @@ import pytest
 from kernels.generation import Sampling
 from stages import chat
 from stages.chat import Chat, converse, obey, reply
-from stages.conversations import render_prompt
+from stages.chat_template import render_prompt
 from stages.generate import open_model
 from tests.stages.scripted_engine import CTRL_C, END, WORDS, ScriptedEngine, ids, write_model
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.corpus import TRAIN, VAL, Conversations, Corpus, Document, Source, Validation, divide, limited, mix, read_documents
+from stages.documents import read_documents
+from stages.sources.corpus import TRAIN, VAL, Conversations, Corpus, Document, Source, Validation, divide, limited, mix
 from stages.text_files import RowWriter, atomic_file
 
 

@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from stages import download
-from stages.corpus import Conversations, Corpus, Source, Validation, place, read_documents
+from stages.documents import read_documents
 from stages.schema import build
+from stages.sources.corpus import Conversations, Corpus, Source, Validation, place
 from stages.text_files import read_rows
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

@@ -18,7 +18,7 @@ from kernels.engine import Engine
 from kernels.generation import Sampling
 from stages import checkpoint, eval, scoring
 from stages.batches import EvalWindows
-from stages.conversations import read_conversations, render_prompt
+from stages.chat_template import read_conversations, render_prompt
 from stages.settings import Settings
 from stages.shard_format import open_split, read_shard
 from stages.text_files import RowWriter, atomic_file

@@ -16,7 +16,7 @@ from kernels.engine import Engine
 from stages import export
 from stages.checkpoint import Checkpoint, save
 from stages.tokenizer import Tokenizer
-from stages.tokenizer_file import BYTE_ORDER, Vocabulary
+from stages.tokenizer.file_format import BYTE_ORDER, Vocabulary
 from tests.stages.scripted_engine import WORDS
 
 VOCAB = WORDS.vocab_size

@@ -8,8 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from stages import hub
-from stages.corpus import Source
+from stages.sources import hub
+from stages.sources.corpus import Source
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from stages.corpus import Source
-from stages.local_files import find_files, shown
-from stages.sources import open_source, read_source
+from stages.sources.corpus import Source
+from stages.sources.local_files import find_files, shown
+from stages.sources.records import open_source, read_source
 
 
 @pytest.fixture(autouse=True)

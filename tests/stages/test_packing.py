@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.batch import Batch
-from stages.conversations import Rendered
+from stages.chat_template import Rendered
 from stages.packing import EvalConversations, SftBatches, pack
 
 PAD, USER, ASSISTANT, END = 1, 2, 3, 4

@@ -13,10 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from stages import parquet_pages
-from stages.corpus import Source
-from stages.parquet import stream_parquet
-from stages.sources import open_source, read_source
+from stages.sources import parquet_pages
+from stages.sources.corpus import Source
+from stages.sources.parquet import stream_parquet
+from stages.sources.records import open_source, read_source
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -90,8 +90,8 @@ def test_row_groups_and_empty_ones() -> None:
 
 MEASURE = """
 import resource, sys
-from stages.corpus import Source
-from stages.sources import open_source, read_source
+from stages.sources.corpus import Source
+from stages.sources.records import open_source, read_source
 import pyarrow.parquet
 source = Source("local", files=(sys.argv[1],))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

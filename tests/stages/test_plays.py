@@ -1,6 +1,6 @@
 """The text of a printed play and its scenes, from Markdown with the oddities of the real source."""
 
-from stages.plays import parse, printed, scenes
+from stages.sources.plays import parse, printed, scenes
 
 PLAY = """# A Play
 

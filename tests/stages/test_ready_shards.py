@@ -12,11 +12,11 @@ import pytest
 
 from stages import ready_shards, shard, train_bpe
 from stages.batches import PretrainBatches
-from stages.corpus import Corpus, Validation
 from stages.download import write_corpus
 from stages.shard_format import BLOCK_TOKENS, ShardSet, open_split
+from stages.sources.corpus import Corpus, Validation
 from stages.tokenizer import Tokenizer
-from stages.tokenizer_file import BYTE_ORDER, _written
+from stages.tokenizer.file_format import BYTE_ORDER, _written
 
 SEPARATOR = "<|endoftext|>"
 TEXTS = ["the other theme", "of the mother", "to be, or not to be", "caf\u00e9"]

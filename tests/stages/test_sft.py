@@ -14,7 +14,7 @@ from kernels.batch import Batch, head_weight_sums
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import AdamW, Engine
 from stages import checkpoint, pretrain, sft
-from stages.conversations import read_conversations, render, render_all
+from stages.chat_template import read_conversations, render, render_all
 from stages.packing import SftBatches
 from stages.settings import Settings
 from stages.tokenizer import Tokenizer

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages import tokenizer as tokenizer_module
-from stages.pretokenizer import cut_spans, word_end
 from stages.tokenizer import Tokenizer, Utf8Stream
-from stages.tokenizer_file import BYTE_ORDER, Vocabulary
-from stages.unicode_classes import character_classes
+from stages.tokenizer.file_format import BYTE_ORDER, Vocabulary
+from stages.tokenizer.pretokenizer import cut_spans, word_end
+from stages.tokenizer.unicode_classes import character_classes
 
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|user|>")
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

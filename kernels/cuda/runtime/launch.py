@@ -1,0 +1,120 @@
+"""Kernels as Python sees them: a .cu file's entry point, its template instances, and a launch checked against its signature.
+
+A launch names every argument. The order, and the width of each scalar, are read from the .cu file, so that a launcher cannot
+disagree with its kernel; an array of another type than the parameter's is refused.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from kernels.cuda.runtime.compile import FOLDER
+
+Array = np.ndarray[Any, Any]
+Template = tuple[np.dtype[Any] | int | bool, ...]
+
+# CuPy has no bf16 of its own: an array of bf16 is one of uint16 that holds its bits.
+BF16 = np.dtype(np.uint16)
+FLOAT = np.dtype(np.float32)
+E4M3 = np.dtype(np.uint8)  # likewise
+# A struct that kernels take by value: hopper.cuh's TensorMap, one element of an array of it.
+TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
+
+_CUDA_TYPES = {FLOAT: "float", BF16: "bf16"}
+_POINTERS = {  # Word: of decode/inter_block.cuh
+    "float": np.float32, "bf16": np.uint16, "int": np.int32, "long long": np.int64, "double": np.float64,
+    "bool": np.bool_, "unsigned": np.uint32, "unsigned char": np.uint8, "Word": np.uint64, "e4m3": np.uint8,
+}  # fmt: skip
+_SCALARS: dict[str, Any] = {
+    "int": np.int32, "long long": np.int64, "unsigned": np.uint32, "float": np.float32, "double": np.float64, "bool": np.bool_,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel: its name, its type without const, and whether it points to an array."""
+
+    name: str
+    kind: str
+    pointer: bool
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An entry point of a .cu file.
+
+    Args:
+        source: the file's name.
+        name: the __global__ function.
+        instances: the template arguments with which it is launched, all of them unless `open`, for the test that compiles each.
+        hopper: whether it uses instructions of sm_90a alone.
+        dependent_launch: whether it may start before the previous kernel has ended, see include/dependent_launch.cuh.
+        open: whether its template arguments follow the model's sizes, of which `instances` are examples.
+    """
+
+    source: str
+    name: str
+    instances: tuple[Template, ...]
+    hopper: bool = False
+    dependent_launch: bool = False
+    open: bool = False
+
+    def expression(self, template: Template) -> str:
+        """The instance as C++ writes it."""
+        spelled = [str(_CUDA_TYPES.get(x, x) if isinstance(x, np.dtype) else x).lower() for x in template]
+        return f"{self.name}<{', '.join(spelled)}>" if spelled else self.name
+
+    def parameters(self, template: Template) -> tuple[Parameter, ...]:
+        """What the kernel takes, with the template's types put in."""
+        names, parameters = _signature(self.source, self.name)
+        assert len(names) == len(template), f"{self.name}: template {names}, got {template}"
+        types = {name: _CUDA_TYPES[x] for name, x in zip(names, template, strict=True) if isinstance(x, np.dtype)}
+        return tuple(Parameter(p.name, types.get(p.kind, p.kind), p.pointer) for p in parameters)
+
+
+@cache
+def _signature(source: str, name: str) -> tuple[tuple[str, ...], tuple[Parameter, ...]]:
+    """The names of the template's parameters, and the function's parameters, from the text of the file."""
+    text = re.sub(r"//[^\n]*", "", (FOLDER / source).read_text(encoding="utf-8"))
+    found = re.search(
+        r"(?:template\s*<([^>]*)>\s*)?__global__\s+(?:void\s+)?(?:__cluster_dims__\([^)]*\)\s*)?(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(?:void\s+)?"
+        + name + r"\s*\(([^)]*)\)\s*\{",
+        text,
+    )  # fmt: skip
+    assert found, f"{source} has no kernel {name}"
+    template = tuple(part.split()[-1] for part in (found[1] or "").split(",") if part.strip())
+    parameters = []
+    for part in found[2].split(","):
+        words = re.sub(r"\b(const|__restrict__|__grid_constant__)\b", " ", part).replace("*", " * ").split()
+        pointer = "*" in words
+        parameters.append(Parameter(words[-1], " ".join(word for word in words[:-1] if word != "*"), pointer))
+    return template, tuple(parameters)
+
+
+def arguments(kernel: Kernel, template: Template, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments in the kernel's order: arrays as they are, scalars in its widths, None as a null pointer."""
+    assert kernel.open or template in kernel.instances, f"{kernel.name}: {template} is not among its instances"
+    parameters = kernel.parameters(template)
+    names = [p.name for p in parameters]
+    assert set(names) == set(given), f"{kernel.name} takes {names}, got {list(given)}"
+    return tuple(_argument(kernel.name, p, given[p.name]) for p in parameters)
+
+
+def _argument(kernel: str, parameter: Parameter, value: Any) -> Any:
+    if not parameter.pointer:
+        if parameter.kind in _SCALARS:
+            return _SCALARS[parameter.kind](value)
+        assert parameter.kind == "TensorMap", f"{kernel}: {parameter.name} is of an unknown type {parameter.kind}"
+        assert value.dtype == TENSOR_MAP and value.size == 1, f"{kernel}: {parameter.name} is no tensor map"
+        return value  # CuPy passes NumPy's arrays of one element by value
+    if value is None:
+        return np.uint64(0)
+    if parameter.kind != "void":
+        expected = np.dtype(_POINTERS[parameter.kind])
+        assert value.dtype == expected, f"{kernel}: {parameter.name} expected {expected}, got {value.dtype}"
+    assert value.flags.c_contiguous, f"{kernel}: {parameter.name} is not contiguous"
+    return value

@@ -1,0 +1,267 @@
+"""Byte-level BPE: text to token ids and back, learned from text, kept as a Hugging Face tokenizer.json.
+
+Any bytes can be encoded, and decoding gives exactly those bytes. A trained tokenizer's ids are the 256 bytes in GPT-2's
+order, then one id a merge, then the special tokens, which no text ever becomes: typed "<|user|>" is ordinary text.
+"""
+
+import codecs
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from threading import Lock, Thread
+from typing import TypeVar
+
+import numba
+import numpy as np
+
+from stages.text_files import atomic_file
+from stages.tokenizer.encode import encode_spans, rank_table
+from stages.tokenizer.file_format import BYTE_ORDER, MAX_VOCAB, Vocabulary, read_folder, read_tokenizer_json, tokenizer_json
+from stages.tokenizer.pretokenizer import PIECE_BYTES, count_words, cut_spans
+from stages.tokenizer.train import learn_merges
+from stages.tokenizer.unicode_classes import character_classes
+
+MAX_TRAINING_BYTES = 500_000_000  # positions of the words' bytes, and of three pairs a byte, are int32
+
+_CACHE_WORDS = 1 << 17  # a thread's cache: 8 MB of words and at most 4 MB of their tokens
+_GROUP_BYTES = 1 << 20  # of text that a thread takes at a time
+_POLL_S = 0.1  # Windows answers Ctrl-C only between two waits
+
+Result = TypeVar("Result")
+
+
+class Tokenizer:
+    """A vocabulary with its merges, ready to encode and decode.
+
+    Calls from several Python threads take turns.
+
+    Args:
+        vocabulary: from `train`, or read from a file.
+
+    Attributes:
+        vocab_size: number of ids: bytes, merges and special tokens.
+        special: id of each special token.
+        token_bytes: the bytes of each id, b"" for special tokens.
+        token_lengths: (vocab_size,) int32, their lengths: the bytes that a loss per byte is divided by.
+        merges: left, right and resulting id, in the order they are applied.
+        sha256: of the canonical tokenizer.json, hexadecimal.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocab_size = len(vocabulary.token_bytes)
+        self.special = dict(vocabulary.special)
+        self.token_bytes = list(vocabulary.token_bytes)
+        self.merges = list(vocabulary.merges)
+        self.token_lengths = np.array([len(token) for token in self.token_bytes], dtype=np.int32)
+        self._json = tokenizer_json(vocabulary).encode("utf-8")
+        self.sha256 = hashlib.sha256(self._json).hexdigest()
+        byte_tokens = np.zeros(256, dtype=np.int32)
+        for token, text in enumerate(self.token_bytes):
+            if len(text) == 1:
+                byte_tokens[text[0]] = token
+        merges = np.array(self.merges, dtype=np.int32).reshape(-1, 3)
+        self._tables = (character_classes(), byte_tokens, merges, rank_table(merges))
+        self._caches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # one a thread
+        self._lock = Lock()
+
+    @classmethod
+    def train(
+        cls, documents: Iterable[str | bytes], vocab_size: int, special_tokens: Sequence[str], *, threads: int = 0
+    ) -> "Tokenizer":
+        """Learn merges from all of `documents`: see stages/merges.py for the order and the tie-break.
+
+        Args:
+            documents: texts; no word spans two of them.
+            vocab_size: ids in all: 256 bytes, merges, special tokens.
+            special_tokens: get the last ids, in this order.
+            threads: that count words; 0 for one a core. The result does not depend on it.
+
+        Raises:
+            ValueError: vocab_size or special_tokens are impossible, or the text is too short for so many merges.
+        """
+        smallest = 256 + len(special_tokens)
+        if not smallest <= vocab_size <= MAX_VOCAB:
+            room = f"{smallest} (256 bytes and {len(special_tokens)} special tokens) to {MAX_VOCAB}"
+            raise ValueError(f"train_bpe.vocab_size: expected {room}, got {vocab_size}")
+        data, ends = _joined(documents)
+        if not data.size:
+            raise ValueError("train_bpe: expected text to learn merges from, got none; give the corpus more text")
+        if data.size > MAX_TRAINING_BYTES:
+            raise ValueError(f"train_bpe.sample_bytes: expected at most {MAX_TRAINING_BYTES} bytes, got {data.size}")
+        byte_tokens = np.argsort(np.array(BYTE_ORDER)).astype(np.int32)
+        words = _words(data, ends, _threads(threads))
+        num_tokens = vocab_size - len(special_tokens)
+        merges = on_threads(lambda _: learn_merges(data, words, byte_tokens, num_tokens), 1)[0]
+        token_bytes = [bytes([byte]) for byte in BYTE_ORDER]
+        for left, right, _ in merges.tolist():
+            token_bytes.append(token_bytes[left] + token_bytes[right])
+        largest = len(token_bytes) + len(special_tokens)
+        if largest < vocab_size:
+            hint = "set it to that, or learn from more text"
+            raise ValueError(f"train_bpe.vocab_size: this text gives at most {largest}, got {vocab_size}; {hint}")
+        learned = Vocabulary(token_bytes, [tuple(merge) for merge in merges.tolist()], {})
+        return cls(learned.with_special(special_tokens, "train_bpe.special_tokens"))
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        """Read a byte-level BPE tokenizer.json; ValueError says in one line what is wrong with it."""
+        try:
+            return cls(read_tokenizer_json(Path(path)))
+        except ValueError as error:
+            raise ValueError(f"{error}; make it anew: .venv/bin/dvc repro train_bpe") from None
+
+    @classmethod
+    def take(cls, path: Path, special_tokens: Sequence[str]) -> "Tokenizer":
+        """Make a tokenizer of another project's.
+
+        Args:
+            path: a tokenizer.json, or a folder with GPT-2's vocab.json (or encoder.json) and merges.txt (or vocab.bpe), or with a
+                tokenizer.json, as an export has.
+            special_tokens: those that the vocabulary has keep their ids, the others are appended.
+
+        Raises:
+            ValueError: a file is missing or not such a tokenizer, or the vocabulary gets too large.
+        """
+        path = Path(path)
+        try:
+            vocabulary = (read_folder if path.is_dir() else read_tokenizer_json)(path, special_tokens)
+            return cls(vocabulary.with_special(special_tokens, str(path)))
+        except ValueError as error:
+            raise ValueError(f"{error}; give train_bpe.take another, or conf/none to learn one") from None
+
+    @property
+    def json(self) -> str:
+        """The canonical tokenizer.json: the same tokenizer gives the same text."""
+        return self._json.decode("utf-8")
+
+    def save(self, path: Path) -> None:
+        """Write the canonical tokenizer.json, whole or not at all: the same tokenizer gives the same bytes."""
+        with atomic_file(path) as stream:
+            stream.write(self._json)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The ids of a text, (tokens,) int32; never a special token's."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Iterable[str | bytes], *, threads: int = 0) -> list[np.ndarray]:
+        """The ids of each text, on all cores (or `threads` of them); takes about 5 bytes of memory a byte of text."""
+        data, ends = _joined(texts)
+        spans, span_ends = cut_spans(data, ends, PIECE_BYTES)
+        out = np.empty(data.size, dtype=np.int32)
+        counts = np.zeros(len(spans), dtype=np.int64)
+        # Groups of spans, begun at the first span that begins in each _GROUP_BYTES of the text.
+        firsts = np.unique(np.searchsorted(spans[:, 0], np.arange(0, max(data.size, 1), _GROUP_BYTES)))
+        groups = deque(itertools.pairwise([*firsts.tolist(), len(spans)]))
+        workers = min(_threads(threads), len(groups))
+
+        def work(worker: int) -> None:
+            while True:
+                try:
+                    first, last = groups.popleft()
+                except IndexError:
+                    return
+                encode_spans(data, spans[first:last], out, counts[first:last], *self._tables, *self._caches[worker])
+
+        with self._lock:
+            while len(self._caches) < workers:
+                tokens = np.empty(8 * _CACHE_WORDS, dtype=np.int32)
+                self._caches.append((np.zeros((2 * _CACHE_WORDS, 4), dtype=np.int64), tokens, np.zeros(2, dtype=np.int64)))
+            try:
+                if data.size <= _GROUP_BYTES:  # milliseconds: not worth a thread's start
+                    work(0)
+                else:
+                    on_threads(work, workers)
+            except BaseException:
+                # After Ctrl-C workers still run: they end with the group that they encode, and keep their caches.
+                groups.clear()
+                self._caches.clear()
+                raise
+        pieces = [out[start : start + count] for start, count in zip(spans[:, 0].tolist(), counts.tolist(), strict=True)]
+        # Concatenating also copies, so that the ids of one text don't keep all the others in memory.
+        return [np.concatenate(pieces[first:last]) for first, last in itertools.pairwise([0, *span_ends.tolist()])]
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of some ids, special tokens left out.
+
+        Raises:
+            ValueError: an id is not one of this vocabulary's.
+        """
+        found = np.asarray(list(ids) if not isinstance(ids, np.ndarray) else ids).ravel()
+        wrong = found[(found < 0) | (found >= self.vocab_size)]
+        if wrong.size:
+            raise ValueError(f"tokenizer: expected ids from 0 to {self.vocab_size - 1}, got {wrong[0]}")
+        return b"".join([self.token_bytes[token] for token in found.tolist()])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids, special tokens left out, U+FFFD where the bytes are not UTF-8."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+class Utf8Stream:
+    """Decodes ids as they come, holding back the bytes of a character that is not complete yet."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, ids: Iterable[int]) -> str:
+        """The characters that `ids` complete, maybe none."""
+        return self._decoder.decode(self._tokenizer.decode_bytes(ids))
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for an incomplete character, else nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _threads(threads: int) -> int:
+    return threads or int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+
+
+def _joined(texts: Iterable[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of all texts, (bytes,) uint8, and where each ends, (texts,) int64.
+
+    A lone surrogate, which UTF-8 does not have, becomes the three bytes it would have: not UTF-8, so kept as bytes.
+    """
+    parts = [text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass") for text in texts]
+    # From a bytearray, since the compiled functions take arrays that can be written to.
+    data = np.frombuffer(bytearray().join(parts), dtype=np.uint8)
+    return data, np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+
+def _words(data: np.ndarray, ends: np.ndarray, threads: int) -> np.ndarray:
+    """The distinct words of the documents and their counts, as count_words gives them."""
+    classes = character_classes()
+    spans, _ = cut_spans(data, ends, PIECE_BYTES)
+    spans = np.concatenate((spans, np.ones((len(spans), 1), dtype=np.int64)), axis=1)
+    cuts = np.searchsorted(spans[:, 0], np.linspace(0, data.size, threads + 1))
+    cuts[-1] = len(spans)
+
+    def work(worker: int) -> np.ndarray:
+        return count_words(data, spans[cuts[worker] : cuts[worker + 1]], True, classes)
+
+    found = np.concatenate(on_threads(work, threads))
+    return on_threads(lambda _: count_words(data, found, False, classes), 1)[0]
+
+
+def on_threads(work: Callable[[int], Result], threads: int) -> list[Result]:
+    """Call work(0) .. work(threads - 1), each on a thread of its own; returns their results, or raises an exception of any.
+
+    The caller only waits, also for a single thread: Python handles Ctrl-C on the main thread, and not within compiled code. After
+    Ctrl-C a worker may still compute. Workers are daemon threads, so the process ends without them.
+    """
+    results: list[Future[Result]] = [Future() for _ in range(threads)]
+
+    def run(index: int) -> None:
+        try:
+            results[index].set_result(work(index))
+        except BaseException as error:
+            results[index].set_exception(error)
+
+    for index in range(threads):
+        Thread(target=run, args=(index,), daemon=True).start()
+    while wait(results, timeout=_POLL_S).not_done:
+        pass
+    return [result.result() for result in results]

@@ -1,0 +1,300 @@
+"""Measures this engine: a line of JSON a measurement, the fields named as in other engines' benchmarks.
+
+    python -m tests.bench.engine train  --model euler_1m --batch 32 --seq 128      a whole update: ms, tokens/s, TFLOP/s
+    python -m tests.bench.engine decode --model euler_1m                           token after token at batch 1 over the KV cache
+    python -m tests.bench.engine ops    --model euler_1m --batch 32 --seq 128      the update by operation, beside its floor
+    python -m tests.bench.engine attention --model gpt2_124m --precision bf16 --seq 1024     on a GPU: forward and backward alone
+    python -m tests.bench.engine matmul --batch 32 --seq 1024                      a GPU's products: the library's and our own
+
+Times are medians over --steps timed steps after --warmup; tokens are random, drawn anew for each step.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import timeit
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import repeat
+from typing import Any, get_args
+
+import numpy as np
+
+from kernels.batch import Batch, head_weight_sums, prepare
+from kernels.config import Attention, Matmul, ModelConfig, Numerics, Optimizer, Precision
+from kernels.devices import DEVICES, gpu_visible
+from kernels.engine import AdamW, Engine
+from kernels.parameters import parameter_table
+
+EULER: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "mtp_heads": 4}
+GPT2: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}
+MODELS = {
+    "euler_1m": ModelConfig(512, 4, 4, 2, 128, 344, 128, **EULER),
+    "euler_10m": ModelConfig(1024, 6, 6, 2, 384, 1024, 256, **EULER),
+    "euler_116m": ModelConfig(4096, 16, 12, 4, 768, 2048, 512, **EULER),
+    "gpt2_124m": ModelConfig(50257, 12, 12, 12, 768, 3072, 1024, **GPT2),
+    "gpt2_350m": ModelConfig(50257, 24, 16, 16, 1024, 4096, 1024, **GPT2),
+}
+
+
+def matmul_flops_per_token(c: ModelConfig, length: int) -> int:
+    """FLOPs of forward and backward a token: 6 x the weights used in products, and attention's causal half."""
+    qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
+    block = c.dim * (qkv + c.dim + c.ffn * (3 if c.mlp == "swiglu" else 2))
+    return 6 * (c.layers * block + c.vocab_size * c.dim * c.mtp_heads) + 6 * c.layers * length * c.dim
+
+
+def random_batch(rng: np.random.Generator, config: ModelConfig, rows: int, length: int) -> Batch:
+    """Uniform tokens, one document a row, every target counted."""
+    tokens = rng.integers(config.vocab_size, size=(rows, length + 1), dtype=np.int32)
+    inp, targets = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+    return Batch(inp, targets, np.zeros((rows, length), np.int32), np.ones((rows, length), np.float32))
+
+
+def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
+    """The engine that the command line asks for."""
+    chosen = {name: getattr(args, name) for name in ("precision", "matmul", "attention", "deterministic")}
+    given = {name: getattr(args, name) for name in ("device", "threads", "optimizer")}
+    return Engine(MODELS[args.model], Numerics(**chosen), micro_batch=args.batch if training else 1, training=training, **given)
+
+
+def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> float:
+    """One update with every head weighted equally, to its loss and gradient norm on the host; returns its seconds."""
+    heads = engine.config.mtp_heads
+    scale = 1 / heads / head_weight_sums(batch, heads)
+    begin = time.perf_counter()
+    engine.micro_step(batch, scale)
+    engine.reduce()
+    engine.update(AdamW(), 3e-4, meanwhile)
+    return time.perf_counter() - begin
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """The median update. Batches are drawn between updates; what else one needs is made during the one before, as in training."""
+    config, rng, engine, times = MODELS[args.model], np.random.default_rng(0), open_engine(args), []
+    batch = random_batch(rng, config, args.batch, args.seq)
+    for _ in range(args.warmup + args.steps):
+        following = random_batch(rng, config, args.batch, args.seq)
+        times.append(train_step(engine, batch, partial(prepare, following, config.mtp_heads)))
+        batch = following
+    seconds = statistics.median(times[args.warmup :])
+    tokens_per_s, flops = args.batch * args.seq / seconds, matmul_flops_per_token(config, args.seq)
+    figures = {"ms_per_step": seconds * 1e3, "tokens_per_s": tokens_per_s, "tflops": tokens_per_s * flops / 1e12}
+    return {"engine": engine.describe(), **figures, "peak_gb": engine.ops.used_bytes() / 1e9}
+
+
+def decode(args: argparse.Namespace) -> dict[str, Any]:
+    """The median time from token to token in a row, greedy at batch 1, the cache filling as it goes and begun anew when full."""
+    context, engine = MODELS[args.model].context, open_engine(args, training=False)
+    cache, first, banned, came = engine.cache(), np.zeros((1, 1), np.int32), np.empty(0, np.int32), list[float]()
+    while (missing := 1 + args.warmup + args.steps - len(came)) > 0:
+        uniforms = repeat(np.zeros(1), min(missing, context))
+        came += [time.perf_counter() for _ in engine.draws(first, cache, uniforms, banned, temperature=0, top_k=0, top_p=1)]
+        cache.truncate(0)
+    window = min(10, args.steps)  # timed as one: a GPU is kept ahead of the host, so after a token that came late one comes early
+    begins = range(args.warmup, args.warmup + args.steps - window + 1, window)
+    seconds = statistics.median((came[begin + window] - came[begin]) / window for begin in begins)
+    return {"engine": engine.describe(), "ms_per_token": seconds * 1e3}
+
+
+# Which arguments of a product are its weights.
+_WEIGHTS_OF = {
+    "matmul_forward": (2,), "matmul_backward": (4,), "matmul_gelu_forward": (3,), "matmul_gelu_backward": (5,),
+    "fp8_mlp_forward": (4, 6), "fp8_mlp_backward": (7, 8),
+}  # fmt: skip
+
+
+class TimedOps:
+    """Stands in front of a device's operations and notes each call's seconds, bytes and FLOPs."""
+
+    def __init__(self, ops: Any) -> None:
+        self.ops = ops
+        self.calls: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self.ops, name)
+        if not name.endswith(("_forward", "_backward")) and name not in ("grad_norm", "adamw", "muon", "cast_weight"):
+            return op
+
+        def timed(*args: Any, **constants: Any) -> None:
+            begin = time.perf_counter()
+            op(*args, **constants)
+            self.ops.synchronize()
+            seconds = time.perf_counter() - begin
+            size, weights = sum(getattr(a, "nbytes", 0) for a in args), sum(args[i].size for i in _WEIGHTS_OF.get(name, ()))
+            flops = 2 * len(args[0]) * weights * (1 if name.endswith("_forward") else 2) if weights else 0
+            self.calls[name].append((seconds, size, flops))
+
+        return timed
+
+    def replay(self, key: object, work: Callable[[], None]) -> None:
+        """Do the work itself each time, so that its operations are seen."""
+        work()
+
+
+def ceilings(ops: Any) -> tuple[float, float]:
+    """What this device reaches now: GB/s of a large copy, read and written, and GFLOP/s of a large product."""
+    rows, side = (2**21, 8192) if ops.name == "cuda" else (2**15, 2048)
+
+    def array(*shape: int) -> Any:
+        memory = ops.allocate(shape[0] * shape[1] * ops.storage.itemsize).view(ops.storage).reshape(shape)
+        ops.upload(memory[:1], np.random.default_rng(0).standard_normal((1, shape[1]), np.float32))
+        filled = 1
+        while filled < shape[0]:  # on the device, as the host would take its time
+            count = min(filled, shape[0] - filled)
+            ops.copy_rows(memory[filled : filled + count], memory[:count], 0, 1)
+            filled += count
+        return memory
+
+    def fastest(action: Callable[[], object]) -> float:
+        return min(timeit.repeat(lambda: (action(), ops.synchronize()), number=1, repeat=7))
+
+    target, source = array(rows, 1024), array(rows, 1024)
+    copy_s = fastest(lambda: ops.copy_rows(target, source, 0, 1))
+    out, inp, weight = (array(side, side) for _ in range(3))
+    product_s = fastest(lambda: ops.matmul_forward(out, inp, weight))
+    return 2 * source.nbytes / copy_s / 1e9, 2 * side**3 / product_s / 1e9
+
+
+def ops(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of each operation in the median update, largest first, with its rate and its share of the ceiling.
+
+    A product's ceiling is the large product's rate; any other operation's is the copy's, each of its arrays moved once.
+    Arrays that stay in the processor's cache can pass it.
+    """
+    config, rng, engine = MODELS[args.model], np.random.default_rng(0), open_engine(args)
+    recorder = TimedOps(engine.ops)
+    engine.use_ops(recorder)
+    steps: list[dict[str, tuple[float, int, int]]] = []
+    for _ in range(args.warmup + args.steps):
+        recorder.calls.clear()
+        train_step(engine, random_batch(rng, config, args.batch, args.seq))
+        steps.append({name: tuple(map(sum, zip(*calls, strict=True))) for name, calls in recorder.calls.items()})  # type: ignore[misc]
+    gbytes_per_s, gflops_per_s = ceilings(recorder.ops)
+    rows = {}
+    for name in steps[-1]:
+        seconds = statistics.median(step[name][0] for step in steps[args.warmup :])
+        _, size, flops = steps[-1][name]
+        rate, ceiling = (flops / seconds / 1e9, gflops_per_s) if flops else (size / seconds / 1e9, gbytes_per_s)
+        unit = "gflops_per_s" if flops else "gb_per_s"
+        rows[name] = {"ms": round(seconds * 1e3, 3), unit: round(rate, 1), "of_ceiling": round(rate / ceiling, 2)}
+    ordered = dict(sorted(rows.items(), key=lambda item: -item[1]["ms"]))
+    return {"copy_gb_per_s": gbytes_per_s, "matmul_gflops_per_s": gflops_per_s, "ops": ordered}
+
+
+def matmul(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds and TFLOP/s of each product of a model in bf16 on the GPU: forward, and both gradients.
+
+    By cuBLASLt's first candidate, by the one that timing chose, and by our own kernel, with its share of the chosen one's rate.
+    """
+    from kernels.cuda.matmul import cublaslt
+    from kernels.cuda.matmul.matmul import multiply_own
+    from kernels.cuda.runtime.device import Device, to_bf16
+    from kernels.cuda.runtime.launch import BF16, FLOAT
+    from kernels.cuda.runtime.timing import milliseconds
+
+    device, rows, results = Device(), args.batch * args.seq, {}
+    device.use_workspace(device.allocate(cublaslt.WORKSPACE_BYTES))
+    pattern = to_bf16(np.random.default_rng(0).standard_normal(2**20, np.float32))
+
+    def array(shape: tuple[int, int]) -> Any:
+        flat: Any = device.allocate(shape[0] * shape[1] * BF16.itemsize).view(BF16)
+        for start in range(0, flat.size, pattern.size):
+            device.upload(flat[start : start + pattern.size], pattern[: flat.size - start])
+        return flat.reshape(shape)
+
+    for name, (outputs, inputs) in linears(MODELS[args.model]).items():
+        inp, weight, dout = array((rows, inputs)), array((outputs, inputs)), array((rows, outputs))
+        dweight: Any = device.allocate(outputs * inputs * FLOAT.itemsize).view(FLOAT).reshape(outputs, inputs)
+        products = {
+            "forward": (dout, inp, weight, False, True, False),
+            "dinp": (inp, dout, weight, False, False, False),
+            "dweight": (dweight, dout, inp, True, False, True),
+        }
+        for kind, (out, a, b, *flags) in products.items():
+            how: Any = *flags, "bf16"
+            plan = cublaslt.plan(device, out, a, b, *how)
+            works = [partial(plan.run, device, out, a, b, 0), partial(plan.run, device, out, a, b)]
+            works.append(partial(multiply_own, device, out, a, b, *flags))
+            times = dict(zip(("first", "best", "own"), milliseconds(device, works), strict=True))
+            row: dict[str, Any] = {"shape": (*out.shape, a.size // out.shape[0]), "candidate": plan.chosen}
+            row |= {f"{which}_ms": round(ms, 4) for which, ms in times.items()}
+            row |= {f"{which}_tflops": round(2 * rows * outputs * inputs / ms / 1e9, 1) for which, ms in times.items()}
+            results[f"{name} {kind}"] = {**row, "own_of_best": round(times["best"] / times["own"], 3)}
+    return {"device": device.model, "precision": "bf16", "cublaslt": cublaslt.version(), "products": results}
+
+
+def attention(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds and TFLOP/s of attention alone on the GPU, the causal half of its products counted (5 backward, 2 forward)."""
+    from kernels.cuda import CudaOps
+    from kernels.cuda.attention.attention import attention_workspace_bytes
+    from kernels.cuda.runtime.timing import milliseconds
+
+    c, rng = MODELS[args.model], np.random.default_rng(0)
+    ops = CudaOps(Numerics(precision=args.precision, attention=args.attention, deterministic=args.deterministic))
+    need = attention_workspace_bytes(ops, ops.storage, args.batch, args.seq, c.heads, c.kv_heads, c.head_dim)
+    ops.use_workspace(ops.allocate(need))
+
+    def array(*shape: int, dtype: Any = ops.storage) -> Any:
+        memory = ops.allocate(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
+        ops.upload(memory, rng.standard_normal(shape, np.float32))
+        return memory
+
+    qkv, dqkv = (array(args.batch, args.seq, c.heads + 2 * c.kv_heads, c.head_dim) for _ in range(2))
+    out, dout = (array(args.batch, args.seq, c.heads, c.head_dim) for _ in range(2))
+    lse, start = array(args.batch, c.heads, args.seq, dtype=ops.dtype), array(args.batch, args.seq, dtype=np.dtype(np.int32))
+    ops.fill_zero(start)
+    forward = partial(ops.attention_forward, out, lse, qkv, start)
+    backward = partial(ops.attention_backward, dqkv, dout, out, lse, qkv, start)
+    forward_ms, backward_ms = milliseconds(ops, [forward, backward])
+    flops = 2 * args.batch * c.heads * args.seq**2 * c.head_dim  # of two products, half of each
+    rates = {"fwd_tflops": flops / forward_ms / 1e9, "bwd_tflops": 2.5 * flops / backward_ms / 1e9}
+    return {"fwd_ms": forward_ms, "bwd_ms": backward_ms, **rates}
+
+
+def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the weights of a block's products, and of a prediction head's."""
+    weights = {p.name: p.shape for p in parameter_table(config)}
+    found = {name: weights[f"blocks.0.{name}.weight"] for name in ("qkv", "proj", "up", "down")}
+    return {name: (shape[0], shape[1]) for name, shape in found.items()} | {"head": (config.padded_vocab, config.dim)}
+
+
+MODES = {"train": train, "decode": decode, "ops": ops, "attention": attention, "matmul": matmul}
+
+
+def main() -> None:
+    """Run one mode and print its line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("--model", choices=MODELS, help="euler_1m; for matmul gpt2_124m")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--precision", choices=get_args(Precision), default="fp32")
+    parser.add_argument("--matmul", choices=get_args(Matmul), default="cublaslt")
+    parser.add_argument("--attention", choices=get_args(Attention), default="hopper")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    args = parser.parse_args()
+    args.model = args.model or ("gpt2_124m" if args.mode == "matmul" else "euler_1m")
+    if min(args.batch, args.seq, args.steps) < 1 or args.warmup < 0:
+        parser.error("--batch, --seq and --steps begin at 1, --warmup at 0")
+    if args.mode in ("train", "ops") and not (c := MODELS[args.model]).mtp_heads <= args.seq <= c.context:
+        parser.error(f"--seq: {args.model} takes {c.mtp_heads} to {c.context}, got {args.seq}")
+    try:
+        if args.mode in ("attention", "matmul") and (args.device == "cpu" or not gpu_visible()):
+            raise ValueError(f"{args.mode} is measured on a GPU only")
+        row = {**vars(args), **MODES[args.mode](args)}
+    except ValueError as error:
+        sys.exit(f"{parser.prog}: {error}")
+    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
