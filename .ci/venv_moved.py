@@ -6,7 +6,9 @@ from pathlib import Path
 
 BIN = Path(sys.prefix, "bin")
 # The two first lines that pip writes: a plain path, or a shell that starts a path too long or with a space in it.
-SCRIPT = re.compile(rb"""#!(/[^\n]*/python[\d.]*)\n|#!/bin/sh\n'''exec' "?(/[^"\n]*?)"? "\$0" "\$@"\n' '''\n""")
+SCRIPT = re.compile(
+    rb"""#!(/[^\n]*/python[\d.]*)\n|#!/bin/sh\n'''exec' "?(/[^"\n]*?)"? "\$0" "\$@"\n' '''\n"""
+)
 
 moved = 0
 for path in BIN.iterdir():

@@ -52,14 +52,21 @@ def check(batch: Batch, micro_batch: int, context: int, vocab_size: int) -> None
     shape = batch.tokens.shape
     if len(shape) != 2 or not 1 <= shape[0] <= micro_batch or not 1 <= shape[1] <= context:
         raise ValueError(f"tokens: expected at most ({micro_batch}, {context}), got {shape}")
-    for name, dtype in (("tokens", np.int32), ("targets", np.int32), ("document", np.int32), ("loss_weight", np.float32)):
+    for name, dtype in (
+        ("tokens", np.int32),
+        ("targets", np.int32),
+        ("document", np.int32),
+        ("loss_weight", np.float32),
+    ):
         array = getattr(batch, name)
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(f"{name}: expected {shape} {np.dtype(dtype)}, got {array.shape} {array.dtype}")
     for name in ("tokens", "targets"):
         array = getattr(batch, name)
         if array.min() < 0 or array.max() >= vocab_size:
-            raise ValueError(f"{name}: expected ids 0 to {vocab_size - 1}, got {array.min()} to {array.max()}")
+            raise ValueError(
+                f"{name}: expected ids 0 to {vocab_size - 1}, got {array.min()} to {array.max()}"
+            )
 
 
 def document_start(document: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -12,7 +12,7 @@ Position = Literal["rope", "learned"]
 Mlp = Literal["swiglu", "gelu"]
 Precision = Literal["fp32", "tf32", "bf16", "fp8"]
 Recompute = Literal["none", "mlp"]
-Matmul = Literal["cublaslt", "own"]
+Matmul = Literal["cublaslt", "custom"]
 Attention = Literal["hopper", "mma", "scalar"]
 Optimizer = Literal["adamw", "muon"]
 
@@ -68,15 +68,23 @@ class ModelConfig:
             raise ValueError(f"vocab_size: expected 1 to 65536 (shards hold uint16), got {self.vocab_size}")
         for name, kind in (("norm", Norm), ("position", Position), ("mlp", Mlp)):
             if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"model.{name}: expected one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"model.{name}: expected one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}"
+                )
         if self.dim % self.heads:
             raise ValueError(f"model.dim: expected a multiple of model.heads = {self.heads}, got {self.dim}")
         if self.heads % self.kv_heads:
-            raise ValueError(f"model.heads: expected a multiple of model.kv_heads = {self.kv_heads}, got {self.heads}")
+            raise ValueError(
+                f"model.heads: expected a multiple of model.kv_heads = {self.kv_heads}, got {self.heads}"
+            )
         if self.position == "rope" and self.head_dim % 2:
-            raise ValueError(f"model.dim / model.heads: rope rotates pairs and needs an even head width, got {self.head_dim}")
+            raise ValueError(
+                f"model.dim / model.heads: rope rotates pairs and needs an even head width, got {self.head_dim}"
+            )
         if self.mtp_heads > self.context:
-            raise ValueError(f"model.mtp_heads: expected at most model.context = {self.context}, got {self.mtp_heads}")
+            raise ValueError(
+                f"model.mtp_heads: expected at most model.context = {self.context}, got {self.mtp_heads}"
+            )
         if not self.norm_eps > 0:
             raise ValueError(f"model.norm_eps: expected a positive number, got {self.norm_eps}")
         if not self.rope_base > 1:
@@ -127,8 +135,14 @@ class Numerics:
         choices = {"precision": Precision, "matmul": Matmul, "attention": Attention, "recompute": Recompute}
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"numerics.{name}: expected one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"numerics.{name}: expected one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}"
+                )
         if self.precision == "fp8" and self.matmul != "cublaslt":
-            raise ValueError(f"numerics.matmul: fp8 has the library's products alone, got {self.matmul}; set it to cublaslt")
+            raise ValueError(
+                f"numerics.matmul: fp8 has the library's products alone, got {self.matmul}; set it to cublaslt"
+            )
         if self.precision == "fp8" and self.recompute != "none":
-            raise ValueError("numerics.recompute: fp8 keeps hidden activations in 8 bits and makes none again; set it to none")
+            raise ValueError(
+                "numerics.recompute: fp8 keeps hidden activations in 8 bits and makes none again; set it to none"
+            )

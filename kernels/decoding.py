@@ -30,7 +30,9 @@ class Decoding:
         """An empty cache for `batch` sequences of up to `context` tokens."""
         c, dtype = self.config, self.ops.storage
         shape = (c.layers, batch, c.context, c.kv_heads, c.head_dim)
-        keys, values = (self.ops.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape) for _ in range(2))
+        keys, values = (
+            self.ops.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape) for _ in range(2)
+        )
         cache = Cache(keys, values, Exchange(exchange_plan(c, batch * c.context), self.ops.allocate_shared))
         weakref.finalize(cache, self.ops.forget, id(cache))
         return cache
@@ -42,7 +44,9 @@ class Decoding:
             ValueError: the cache has no room for n more tokens.
         """
         _check_free(cache)
-        return self.ops.download(self._append(tokens, cache, 1))[:, : self.config.vocab_size].astype(np.float32)
+        return self.ops.download(self._append(tokens, cache, 1))[:, : self.config.vocab_size].astype(
+            np.float32
+        )
 
     def draw(
         self, tokens: Array, cache: Cache, uniform: Array, banned: Array, *, last: int = 1, temperature: float, top_k: int,
@@ -99,7 +103,15 @@ class Decoding:
             cache.truncate(read)
 
     def draft(
-        self, place: int, cache: Cache, uniform: Array, banned: Array, *, temperature: float, top_k: int, top_p: float
+        self,
+        place: int,
+        cache: Cache,
+        uniform: Array,
+        banned: Array,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
     ) -> NDArray[np.int32]:
         """A token drawn by each of heads 1 .. K - 1, (K - 1,), at uniform (K - 1,).
 
@@ -111,14 +123,23 @@ class Decoding:
         choose, key = self._choice(uniform, len(banned), cache, 0, temperature, top_k, top_p)
 
         def work() -> None:
-            choose(self._model.further_logits(self._arena.view("branch", (place + 1, self.config.dim))[place:]))
+            choose(
+                self._model.further_logits(self._arena.view("branch", (place + 1, self.config.dim))[place:])
+            )
 
         self.ops.replay(("draft", place, key, id(cache)), work)
         self.ops.synchronize()
         return _drawn(len(uniform), cache, 0)
 
     def _choice(
-        self, uniform: Array, banned: int, cache: Cache, slot: int, temperature: float, top_k: int, top_p: float
+        self,
+        uniform: Array,
+        banned: int,
+        cache: Cache,
+        slot: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
     ) -> tuple[Callable[[Array], None], Any]:
         """What draws after each row of some logits, (count, Vp) as there are `uniform`; and what tells it from others."""
         memory, count, vocab_size = cache.exchange.device, len(uniform), self.config.vocab_size

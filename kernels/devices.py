@@ -12,7 +12,9 @@ DEVICES = ("auto", "cpu", "cuda")
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
-def open_ops(device: str, numerics: Numerics, *, threads: int = 0, dtype: type[np.floating[Any]] = np.float32) -> Any:
+def open_ops(
+    device: str, numerics: Numerics, *, threads: int = 0, dtype: type[np.floating[Any]] = np.float32
+) -> Any:
     """The operations of a device.
 
     Args:
@@ -29,7 +31,9 @@ def open_ops(device: str, numerics: Numerics, *, threads: int = 0, dtype: type[n
         raise ValueError(f"runtime.device: expected one of {', '.join(DEVICES)}, got {device!r}")
     if dtype == np.float64 or device == "cpu" or (device == "auto" and not gpu_visible()):
         if numerics.precision != "fp32":
-            raise ValueError(f"numerics.precision: the CPU computes in fp32, got {numerics.precision}; set it to fp32")
+            raise ValueError(
+                f"numerics.precision: the CPU computes in fp32, got {numerics.precision}; set it to fp32"
+            )
         return CpuOps(dtype, threads)
     try:
         from kernels.cuda import CudaOps
@@ -54,6 +58,8 @@ def gpu_visible() -> bool:
             continue
         count, status = ctypes.c_int(0), driver.cuInit(0)
         if status not in (0, NO_DEVICE):
-            raise ValueError(f"runtime.device: the NVIDIA driver does not start (cuInit gives {status}); set it to cpu")
+            raise ValueError(
+                f"runtime.device: the NVIDIA driver does not start (cuInit gives {status}); set it to cpu"
+            )
         return status == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
     return False

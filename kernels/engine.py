@@ -88,19 +88,28 @@ class Engine(Decoding):
         optimizer: Optimizer = "adamw",
     ) -> None:
         self.ops = open_ops(device, numerics, threads=threads, dtype=dtype)
-        self.config, self.micro_batch, self.training, self.device = config, micro_batch, training, self.ops.name
+        self.config, self.micro_batch, self.training, self.device = (
+            config,
+            micro_batch,
+            training,
+            self.ops.name,
+        )
         self._table, self._step = parameter_table(config), 0
         self._first = True  # whether the next micro-batch is its update's first, which overwrites the products' gradients
         self._hidden = hidden_matrices(config) if optimizer == "muon" else []
         self._plan = plan(config, numerics, micro_batch, self.ops, training=training, optimizer=optimizer)
         check_fits(self._plan, micro_batch, self.ops.memory_bytes())
         self._arena = Arena(self._plan, self.ops.allocate)
-        self._flat = {buffer.name: self._arena.view(buffer.name, buffer.shape) for buffer in self._plan if buffer.fixed}
+        self._flat = {
+            buffer.name: self._arena.view(buffer.name, buffer.shape) for buffer in self._plan if buffer.fixed
+        }
         self._grads = named(self._flat["gradients"], self._table) if training else {}
         self._weights = named(self._flat["parameters"], self._table)
         read = named(self._flat["weights"], self._table) if "weights" in self._flat else self._weights
         self._narrow = fp8_weights(self.ops, self._plan, self._arena, self._table, read)
-        self._model = Transformer(config, numerics, self.ops, read, self._narrow, self._weights, self._grads, self._arena)
+        self._model = Transformer(
+            config, numerics, self.ops, read, self._narrow, self._weights, self._grads, self._arena
+        )
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.view("workspace", self._plan[-1].shape))
         if training:
@@ -126,7 +135,9 @@ class Engine(Decoding):
         """
         expected = {p.name: p.shape for p in self._table}
         for name in expected.keys() ^ weights.keys():
-            raise ValueError(f"weights: {name} is {'missing' if name in expected else 'unknown to this model'}")
+            raise ValueError(
+                f"weights: {name} is {'missing' if name in expected else 'unknown to this model'}"
+            )
         for name, shape in expected.items():
             if weights[name].shape != shape:
                 raise ValueError(f"weights: {name} expected shape {shape}, got {weights[name].shape}")
@@ -153,7 +164,9 @@ class Engine(Decoding):
         """
         assert self.training
         tokens, start = self._take(batch)
-        targets, weight = (x.reshape(self.config.mtp_heads, -1) for x in head_targets(batch, self.config.mtp_heads))
+        targets, weight = (
+            x.reshape(self.config.mtp_heads, -1) for x in head_targets(batch, self.config.mtp_heads)
+        )
         inputs = (
             self._input("targets", targets),
             self._input("loss_weight", weight),
@@ -169,13 +182,18 @@ class Engine(Decoding):
     def _forward_backward(
         self, tokens: Array, start: Array, targets: Array, loss_weight: Array, nll_weight: Array, first: bool
     ) -> None:
-        norm, sums = self._model.forward(tokens, start, training=True), self._arena.view("nll_sums", (self.config.mtp_heads,))
+        norm, sums = (
+            self._model.forward(tokens, start, training=True),
+            self._arena.view("nll_sums", (self.config.mtp_heads,)),
+        )
         nll = self._arena.view("nll", (norm.shape[0],))
         dnorm, vocab_size = self._arena.view("dnorm", norm.shape), self.config.vocab_size
         for k in range(self.config.mtp_heads):
             for part in self._parts(norm):
                 logits = self._model.head_logits(k, norm[part])
-                self.ops.cross_entropy_backward(logits, nll[part], targets[k, part], nll_weight[k, part], vocab_size=vocab_size)
+                self.ops.cross_entropy_backward(
+                    logits, nll[part], targets[k, part], nll_weight[k, part], vocab_size=vocab_size
+                )
                 self._model.head_backward(dnorm[part], k, logits, norm[part], add=not first or part.start > 0)
             self.ops.weighted_sum_forward(sums[k : k + 1].reshape(()), nll, loss_weight[k])
         self._model.backward(dnorm, tokens, start, add=not first)
@@ -217,7 +235,9 @@ class Engine(Decoding):
             norm, lr, step, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, grad_clip=o.grad_clip,
         )  # fmt: skip
         for matrices in self._hidden:
-            self.ops.muon(*self._muon_arrays(matrices), norm, lr, weight_decay=o.weight_decay, grad_clip=o.grad_clip)
+            self.ops.muon(
+                *self._muon_arrays(matrices), norm, lr, weight_decay=o.weight_decay, grad_clip=o.grad_clip
+            )
         if self._narrow:
             self.ops.fp8_rescale(flat["fp8_scales"], flat["fp8_most"], norm)
         self._cast_weights()
@@ -242,7 +262,9 @@ class Engine(Decoding):
         nll, correct = (self._arena.view(name, norm.shape[:1]) for name in ("nll", "correct"))
         targets, weight = head_targets(batch, heads)
         target = self._input("targets", targets.reshape(heads, -1))
-        result = Evaluation(np.empty(targets.shape, self.ops.dtype), np.empty(targets.shape, np.bool_), weight)
+        result = Evaluation(
+            np.empty(targets.shape, self.ops.dtype), np.empty(targets.shape, np.bool_), weight
+        )
         for k in range(heads):
             for part in self._parts(norm):
                 logits = self._model.head_logits(k, norm[part])

@@ -12,7 +12,9 @@ from kernels.parameters import RUN, Parameter, flat_size, named
 
 Array = np.ndarray[Any, Any]
 
-MULTIPLE = 16  # of widths, and of a transposed row: what kernels load and store at once, and products of FP8 ask for
+MULTIPLE = (
+    16  # of widths, and of a transposed row: what kernels load and store at once, and products of FP8 ask for
+)
 
 
 def pitch(rows: int) -> int:
@@ -34,10 +36,18 @@ def fp8_plan(config: ModelConfig, table: list[Parameter], rows: int) -> list[Buf
     products, byte = block_products(table), np.dtype(np.uint8)
     widths = {p.name.split(".")[2]: p.shape[1] for p in products}
     return [
-        *(Buffer(name, "parameters", (flat_size(products),), byte) for name in ("fp8_weights", "fp8_transposed")),
-        Buffer("fp8_scales", "parameters", (len(products), 3, 4), np.dtype(np.float32)),  # each at a multiple of 16 bytes
+        *(
+            Buffer(name, "parameters", (flat_size(products),), byte)
+            for name in ("fp8_weights", "fp8_transposed")
+        ),
+        Buffer(
+            "fp8_scales", "parameters", (len(products), 3, 4), np.dtype(np.float32)
+        ),  # each at a multiple of 16 bytes
         Buffer("fp8_most", "parameters", (len(products), 2), np.dtype(np.int32)),
-        *(Buffer(f"fp8_inp_{key}", "activations", (width * pitch(rows),), byte, config.layers) for key, width in widths.items()),
+        *(
+            Buffer(f"fp8_inp_{key}", "activations", (width * pitch(rows),), byte, config.layers)
+            for key, width in widths.items()
+        ),
     ]
 
 
@@ -48,7 +58,9 @@ def fp8_weights(
     if "fp8_weights" not in arena:
         return {}
     shapes, products, found = {buffer.name: buffer.shape for buffer in plan}, block_products(table), {}
-    casts, turned = (named(arena.view(name, shapes[name]), products) for name in ("fp8_weights", "fp8_transposed"))
+    casts, turned = (
+        named(arena.view(name, shapes[name]), products) for name in ("fp8_weights", "fp8_transposed")
+    )
     numbers = (arena.view(name, shapes[name]) for name in ("fp8_scales", "fp8_most"))
     for p, scales, most in zip(products, *numbers, strict=True):
         _, layer, linear, _ = p.name.split(".")

@@ -76,12 +76,16 @@ class Speculation:
 
     def __post_init__(self) -> None:
         if self.mtp_heads < 2:
-            raise ValueError(f"speculative: expected a model with model.mtp_heads of at least 2, got {self.mtp_heads}")
+            raise ValueError(
+                f"speculative: expected a model with model.mtp_heads of at least 2, got {self.mtp_heads}"
+            )
 
     def describe(self) -> str:
         """The counts, in a line."""
         rate, tokens = self.accepted / max(1, self.drafted), 1 + self.accepted / max(1, self.passes)
-        return f"{tokens:.2f} tokens a pass, {self.accepted} of {self.drafted} drafted tokens ({rate:.0%}) taken"
+        return (
+            f"{tokens:.2f} tokens a pass, {self.accepted} of {self.drafted} drafted tokens ({rate:.0%}) taken"
+        )
 
 
 def generate(
@@ -134,7 +138,9 @@ def generate_batch(
     """
     windows = _windows(engine, prompts, max_tokens)
     replies: list[list[int]] = [[] for _ in windows]
-    order = sorted(range(len(windows)), key=lambda row: len(windows[row]))  # rows of like length wait less for each other
+    order = sorted(
+        range(len(windows)), key=lambda row: len(windows[row])
+    )  # rows of like length wait less for each other
     for first in range(0, len(order), engine.micro_batch):
         group = order[first : first + engine.micro_batch]
         draws = [_uniforms(sampling, row) for row in group]
@@ -165,7 +171,9 @@ def _windows(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) 
         if not len(prompt):
             raise ValueError("prompt: expected at least one token, got none")
         if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise ValueError(f"prompt: expected ids 0 to {vocab_size - 1}, got {min(prompt)} to {max(prompt)}")
+            raise ValueError(
+                f"prompt: expected ids 0 to {vocab_size - 1}, got {min(prompt)} to {max(prompt)}"
+            )
     return [list(prompt if len(prompt) <= context else prompt[-_half(engine) :]) for prompt in prompts]
 
 
@@ -186,7 +194,11 @@ def _columns(
     All rows begin at position 0 and are read together, so each has as many tokens in the cache: a row with a longer prompt
     reads on in it while the others are read what was drawn for them.
     """
-    settings: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    settings: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+    }
     forbidden, context = np.array(sorted(set(banned)), np.int32), engine.config.context
     cache, read, count = engine.cache(len(rows)), 0, min(map(len, rows))
     while len({len(row) for row in rows}) > 1:
@@ -208,7 +220,10 @@ def _columns(
             for row, token in zip(rows, column.tolist(), strict=True):
                 row.append(token)
             yield column
-        read, rows = 0, [row[-_half(engine) :] for row in rows]  # every prompt is shorter, so what each row ends with was drawn
+        read, rows = (
+            0,
+            [row[-_half(engine) :] for row in rows],
+        )  # every prompt is shorter, so what each row ends with was drawn
         cache.truncate(0)
 
 
@@ -233,7 +248,11 @@ def _speculative(
     Source: Stern et al. 2018, arXiv:1811.03115, section 3, whose criterion is the likeliest token.
     """
     forbidden, heads = np.array(sorted(set(banned)), np.int32), engine.config.mtp_heads
-    settings: dict[str, Any] = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    settings: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+    }
     cache, context = engine.cache(), engine.config.context
     drafts: list[int] = []
     uniform = np.empty(0)  # at which the tokens to come are drawn

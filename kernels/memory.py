@@ -82,7 +82,9 @@ def logits_rows(config: ModelConfig, rows: int, storage: np.dtype[Any]) -> int:
     return max(-(-rows // parts), rows // config.context)
 
 
-def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any], storage: np.dtype[Any] | None = None) -> list[Buffer]:
+def parameter_plan(
+    size: int, *, training: bool, dtype: np.dtype[Any], storage: np.dtype[Any] | None = None
+) -> list[Buffer]:
     """The flat arrays of `size` parameters: with their gradients and AdamW's two moments in training.
 
     Where the storage type is another than dtype, a copy in it, `weights`, is what products read.
@@ -98,8 +100,14 @@ def parameter_plan(size: int, *, training: bool, dtype: np.dtype[Any], storage: 
 
 def muon_plan(config: ModelConfig, storage: np.dtype[Any]) -> list[Buffer]:
     """What Muon makes an update in: twice the most matrices that it takes at once, and twice their products with themselves."""
-    shapes = [(layers * count, m, n) for layers, count, m, n in (matrices.shape for matrices in hidden_matrices(config))]
-    sizes = {"muon_x": max(map(math.prod, shapes)), "muon_gram": max(count * min(m, n) ** 2 for count, m, n in shapes)}
+    shapes = [
+        (layers * count, m, n)
+        for layers, count, m, n in (matrices.shape for matrices in hidden_matrices(config))
+    ]
+    sizes = {
+        "muon_x": max(map(math.prod, shapes)),
+        "muon_gram": max(count * min(m, n) ** 2 for count, m, n in shapes),
+    }
     return [Buffer(name, "muon", (size,), storage, 2) for name, size in sizes.items()]
 
 
@@ -172,7 +180,13 @@ def memory_plan(
 
 
 def plan(
-    config: ModelConfig, numerics: Numerics, micro_batch: int, ops: Any, *, training: bool = True, optimizer: Optimizer = "adamw"
+    config: ModelConfig,
+    numerics: Numerics,
+    micro_batch: int,
+    ops: Any,
+    *,
+    training: bool = True,
+    optimizer: Optimizer = "adamw",
 ) -> list[Buffer]:
     """The memory plan of an engine over a device's operations."""
     return memory_plan(
@@ -192,7 +206,11 @@ def check_fits(plan: list[Buffer], micro_batch: int, available: int) -> None:
         return
     fixed = sum(buffer.total_bytes for buffer in plan if buffer.fixed)
     fitting = int((available - fixed) / ((needed - fixed) / micro_batch))
-    cure = f"micro_batch={fitting} fits" if fitting > 0 else "no micro_batch fits: a smaller model or model.context does"
+    cure = (
+        f"micro_batch={fitting} fits"
+        if fitting > 0
+        else "no micro_batch fits: a smaller model or model.context does"
+    )
     raise ValueError(
         f"memory: micro_batch={micro_batch} needs {needed / 2**30:.1f} GiB, {fixed / 2**30:.1f} of them for parameters, and "
         f"the device has {available / 2**30:.1f}; {cure}"

@@ -65,12 +65,28 @@ class Transformer:
         arena: Arena,
     ) -> None:
         self.config, self.numerics, self.ops = config, numerics, ops
-        self.weights, self.narrow, self.parameters, self.grads, self.arena = weights, narrow, parameters, grads, arena
+        self.weights, self.narrow, self.parameters, self.grads, self.arena = (
+            weights,
+            narrow,
+            parameters,
+            grads,
+            arena,
+        )
         self.fused_rows = ops.fused_rows(config)
-        self.rope = ops.rope_table(config.context, config.head_dim, config.rope_base) if config.position == "rope" else None
+        self.rope = (
+            ops.rope_table(config.context, config.head_dim, config.rope_base)
+            if config.position == "rope"
+            else None
+        )
 
     def forward(
-        self, tokens: Array, start: Array, cache: Cache | None = None, cached: Array | None = None, *, training: bool = False
+        self,
+        tokens: Array,
+        start: Array,
+        cache: Cache | None = None,
+        cached: Array | None = None,
+        *,
+        training: bool = False,
     ) -> Array:
         """The final normalised stream, (rows, C), of tokens (B, T).
 
@@ -82,7 +98,9 @@ class Transformer:
         weights = {**self.weights, **self.narrow} if training else self.weights
         residual, branch = self._rows("residual1", rows, c.dim), self._rows("branch", rows, c.dim)
         linear = None  # which made the branch, and whose bias the next norm adds
-        ops.embedding_forward(residual, tokens, start, self.parameters["tok.weight"], self.parameters.get("pos.weight"))
+        ops.embedding_forward(
+            residual, tokens, start, self.parameters["tok.weight"], self.parameters.get("pos.weight")
+        )
         for i in range(c.layers):
             block = f"blocks.{i}."
             norm1 = self._norm_forward(f"{block}norm1", i, residual, branch, linear)
@@ -102,7 +120,11 @@ class Transformer:
             norm2 = self._norm_forward(f"{block}norm2", i, residual, branch, f"{block}proj")
             residual = self._rows("residual2", rows, c.dim, i)
             up, act = self._up(rows, i), self._rows("act", rows, c.ffn, i)
-            linear, up_weight, up_bias = f"{block}down", weights[f"{block}up.weight"], weights.get(f"{block}up.bias")
+            linear, up_weight, up_bias = (
+                f"{block}down",
+                weights[f"{block}up.weight"],
+                weights.get(f"{block}up.bias"),
+            )
             down = weights[f"{linear}.weight"]
             if c.mlp == "swiglu":
                 ops.matmul_forward(up, norm2, up_weight, up_bias)
@@ -160,8 +182,12 @@ class Transformer:
             else:
                 ops.rope_backward(dqkv.reshape(qkv_shape), start, self.rope, rotated=c.heads + c.kv_heads)
                 self._linear_backward(f"{block}qkv", dnorm, dqkv, norm1, add)
-            self._norm_backward(f"{block}norm1", i, dresidual, dresidual, dnorm, f"blocks.{i - 1}.down" if i else None)
-        ops.embedding_backward(self.grads["tok.weight"], self.grads.get("pos.weight"), dresidual, tokens, start)
+            self._norm_backward(
+                f"{block}norm1", i, dresidual, dresidual, dnorm, f"blocks.{i - 1}.down" if i else None
+            )
+        ops.embedding_backward(
+            self.grads["tok.weight"], self.grads.get("pos.weight"), dresidual, tokens, start
+        )
 
     def head_logits(self, k: int, norm: Array) -> Array:
         """Logits (rows, Vp) of prediction head k; the next head's overwrite them."""
@@ -173,7 +199,9 @@ class Transformer:
         """Logits (K - 1, Vp) of heads 1 .. K - 1 after one position, norm (1, C), by one product; others overwrite them."""
         c, heads = self.config, self.weights["head.weight"]
         logits = self._logits(c.mtp_heads - 1)
-        self.ops.matmul_forward(logits.reshape(1, -1), norm, heads.reshape(-1, c.dim)[0 if c.tied_head else c.padded_vocab :])
+        self.ops.matmul_forward(
+            logits.reshape(1, -1), norm, heads.reshape(-1, c.dim)[0 if c.tied_head else c.padded_vocab :]
+        )
         return logits
 
     def head_backward(self, dnorm: Array, k: int, dlogits: Array, norm: Array, *, add: bool) -> None:
@@ -209,7 +237,11 @@ class Transformer:
     def _mlp_backward(self, block: str, dnorm: Array, dup: Array, dout: Array, layer: int, add: bool) -> None:
         """From dout (rows, C) to dnorm, by way of dup; with recompute act is made anew."""
         c, ops, rows, down, grads = self.config, self.ops, len(dout), f"{block}down", self.grads
-        up, act, norm = self._up(rows, layer), self._rows("act", rows, c.ffn, layer), self._rows("norm2", rows, c.dim, layer)
+        up, act, norm = (
+            self._up(rows, layer),
+            self._rows("act", rows, c.ffn, layer),
+            self._rows("norm2", rows, c.dim, layer),
+        )
         if self.narrow and c.mlp == "gelu":
             weights, bias = (f"{block}up.weight", f"{down}.weight"), grads.get(f"{block}up.bias")
             dweight, ddown = (grads[name] for name in weights)
@@ -226,7 +258,14 @@ class Transformer:
             return
         weight = f"{down}.weight"
         ops.matmul_gelu_backward(
-            dup, grads[weight], dout, act, up, self.weights[weight], grads.get(f"{block}up.bias"), add_dweight=add
+            dup,
+            grads[weight],
+            dout,
+            act,
+            up,
+            self.weights[weight],
+            grads.get(f"{block}up.bias"),
+            add_dweight=add,
         )
         self._product_backward(f"{block}up", dnorm, dup, norm, add)
 
@@ -242,7 +281,9 @@ class Transformer:
         kinds = ("weight",) if self.config.norm == "rmsnorm" else ("weight", "bias")
         return [tensors[f"{name}.{kind}"] for kind in kinds]
 
-    def _norm_forward(self, name: str, layer: int, residual: Array, branch: Array, linear: str | None) -> Array:
+    def _norm_forward(
+        self, name: str, layer: int, residual: Array, branch: Array, linear: str | None
+    ) -> Array:
         """norm(residual), or norm(residual + branch + the bias of `linear`, which made it), the sum kept as the stream."""
         c, parameters = self.config, self._norm_parameters(self.parameters, name)
         stream, out, saved = self._norm_buffers(name, layer, residual.shape[0])
@@ -250,7 +291,11 @@ class Transformer:
             forward = self.ops.rmsnorm_forward if c.norm == "rmsnorm" else self.ops.layernorm_forward
             forward(out, *saved, residual, *parameters, eps=c.norm_eps)
         else:
-            fused = self.ops.residual_rmsnorm_forward if c.norm == "rmsnorm" else self.ops.residual_layernorm_forward
+            fused = (
+                self.ops.residual_rmsnorm_forward
+                if c.norm == "rmsnorm"
+                else self.ops.residual_layernorm_forward
+            )
             bias = self.parameters.get(f"{linear}.bias")
             fused(stream, out, *saved, residual, branch, bias, *parameters, eps=c.norm_eps)
         return out
@@ -261,6 +306,9 @@ class Transformer:
         """Gradient at the stream that the norm read, with what arrives along it added, and of the bias that was added to it."""
         rmsnorm, weight = self.config.norm == "rmsnorm", self.parameters[f"{name}.weight"]
         stream, _, saved = self._norm_buffers(name, layer, dout.shape[0])
-        grads, dbias = self._norm_parameters(self.grads, name), None if linear is None else self.grads.get(f"{linear}.bias")
+        grads, dbias = (
+            self._norm_parameters(self.grads, name),
+            None if linear is None else self.grads.get(f"{linear}.bias"),
+        )
         backward = self.ops.residual_rmsnorm_backward if rmsnorm else self.ops.residual_layernorm_backward
         backward(dinp, *grads, dbias, dresidual, dout, stream, weight, *saved)

@@ -126,7 +126,11 @@ def run_flags(table: list[Parameter], optimizer: Optimizer) -> NDArray[np.uint8]
     """(flat_size / RUN,): of each run, DECAYS where it is a matrix's, CLEARED where its gradient is not a product's, MUON."""
     flags = np.zeros(flat_size(table) // RUN, np.uint8)
     for p in table:
-        flag = DECAYS * (len(p.shape) > 1) | CLEARED * (not p.product) | MUON * (optimizer == "muon" and p.hidden)
+        flag = (
+            DECAYS * (len(p.shape) > 1)
+            | CLEARED * (not p.product)
+            | MUON * (optimizer == "muon" and p.hidden)
+        )
         flags[p.offset // RUN : p.offset // RUN + p.runs] = flag
     return flags
 

@@ -103,7 +103,7 @@ class PretrainBatches:
         micro_batch: rows of a batch, B.
         context: tokens of a row, T.
         separator_id: starts each document in the shards.
-        within_documents: whether `document` tells a row's documents apart; all zeros otherwise.
+        document_mask: whether `document` tells a row's documents apart; all zeros otherwise.
         seed: of the offsets and orders, at least 0.
 
     Raises:
@@ -111,18 +111,29 @@ class PretrainBatches:
     """
 
     def __init__(
-        self, shards: ShardSet, *, micro_batch: int, context: int, separator_id: int, within_documents: bool, seed: int
+        self,
+        shards: ShardSet,
+        *,
+        micro_batch: int,
+        context: int,
+        separator_id: int,
+        document_mask: bool,
+        seed: int,
     ) -> None:
         _check_size(shards, context)
         self.shards, self.micro_batch, self.context, self.seed = shards, micro_batch, context, seed
-        self.separator_id, self.within_documents = separator_id, within_documents
+        self.separator_id, self.document_mask = separator_id, document_mask
         # The same in every epoch, so that the epoch of a window follows from its number alone.
         self.windows = max(1, (shards.tokens - context) // context)
 
     def epoch_windows(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Position in the stream of the first token of the windows at these places (n,) of an epoch's order."""
-        offsets = self.shards.tokens - self.windows * self.context  # each leaves room for the last window's last target
-        draw = np.random.SeedSequence((self.seed, epoch, 1)).generate_state(1, np.uint64)  # 1: apart from the order's key
+        offsets = (
+            self.shards.tokens - self.windows * self.context
+        )  # each leaves room for the last window's last target
+        draw = np.random.SeedSequence((self.seed, epoch, 1)).generate_state(
+            1, np.uint64
+        )  # 1: apart from the order's key
         offset = int(draw[0] % np.uint64(offsets))
         return offset + self.context * shuffled(places, self.windows, self.seed, epoch)
 
@@ -134,7 +145,7 @@ class PretrainBatches:
             now = numbers // self.windows == epoch
             starts[now] = self.epoch_windows(int(epoch), numbers[now] % self.windows)
         rows = np.stack([self.shards.read(start, start + self.context + 1) for start in starts.tolist()])
-        return _batch(rows, self.separator_id if self.within_documents else None)
+        return _batch(rows, self.separator_id if self.document_mask else None)
 
 
 class EvalWindows:
@@ -150,10 +161,12 @@ class EvalWindows:
         ValueError: the split is smaller than one window.
     """
 
-    def __init__(self, shards: ShardSet, *, micro_batch: int, context: int, separator_id: int, within_documents: bool) -> None:
+    def __init__(
+        self, shards: ShardSet, *, micro_batch: int, context: int, separator_id: int, document_mask: bool
+    ) -> None:
         _check_size(shards, context)
         self.shards, self.micro_batch, self.context = shards, micro_batch, context
-        self.separator_id, self.within_documents = separator_id, within_documents
+        self.separator_id, self.document_mask = separator_id, document_mask
         self.targets = shards.tokens - 1
 
     def __len__(self) -> int:
@@ -170,7 +183,7 @@ class EvalWindows:
         flat = np.full(size + 1, self.separator_id, dtype=np.int32)
         flat[: last - first + 1] = self.shards.read(first, last + 1)
         weight = (np.arange(size) < last - first).astype(np.float32)
-        return _batch(_rows(flat, self.context), self.separator_id if self.within_documents else None, weight)
+        return _batch(_rows(flat, self.context), self.separator_id if self.document_mask else None, weight)
 
 
 def sequential_batch(shards: ShardSet, step: int, *, micro_batch: int, context: int) -> Batch:
@@ -196,9 +209,15 @@ def _rows(flat: NDArray[np.int32], context: int) -> NDArray[np.int32]:
     return np.concatenate((flat[:-1].reshape(-1, context), flat[context::context, None]), axis=1)
 
 
-def _batch(rows: NDArray[np.int32], separator_id: int | None, weight: NDArray[np.float32] | None = None) -> Batch:
+def _batch(
+    rows: NDArray[np.int32], separator_id: int | None, weight: NDArray[np.float32] | None = None
+) -> Batch:
     """(B, T + 1) windows -> a batch; documents are told apart by the separator that starts each, if one is given."""
     tokens, targets = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
-    document = np.zeros_like(tokens) if separator_id is None else np.cumsum(tokens == separator_id, axis=1, dtype=np.int32)
+    document = (
+        np.zeros_like(tokens)
+        if separator_id is None
+        else np.cumsum(tokens == separator_id, axis=1, dtype=np.int32)
+    )
     loss_weight = np.ones(tokens.shape, np.float32) if weight is None else weight.reshape(tokens.shape)
     return Batch(tokens, targets, document, loss_weight)

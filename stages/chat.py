@@ -21,7 +21,15 @@ from typing import Any, Literal
 from kernels.engine import Engine
 from kernels.generation import Sampling, Speculation, generate
 from stages.chat_template import render_prompt, special_id
-from stages.generate import at_least_one, banner, command_parser, open_model, sampling_of, show, speculation_of
+from stages.generate import (
+    at_least_one,
+    banner,
+    command_parser,
+    open_model,
+    sampling_of,
+    show,
+    speculation_of,
+)
 from stages.program import command_main
 from stages.special_tokens import END
 from stages.tokenizer import Tokenizer, Utf8Stream
@@ -56,7 +64,12 @@ class Chat:
     """
 
     def __init__(
-        self, engine: Engine, words: Tokenizer, sampling: Sampling, max_tokens: int, speculation: Speculation | None = None
+        self,
+        engine: Engine,
+        words: Tokenizer,
+        sampling: Sampling,
+        max_tokens: int,
+        speculation: Speculation | None = None,
     ) -> None:
         self._engine, self._words, self._speculation = engine, words, speculation
         self.sampling, self.max_tokens = sampling, max_tokens
@@ -81,7 +94,9 @@ class Chat:
         context, shortest = self._engine.config.context, [{"role": "user", "content": ""}]
         if (length := self._length(shortest)) >= context:
             self.system = before
-            raise ValueError(f"the system message takes {length} tokens of the {context} that the model reads; shorten it")
+            raise ValueError(
+                f"the system message takes {length} tokens of the {context} that the model reads; shorten it"
+            )
         self.reset()
 
     def fit(self, text: str) -> tuple[list[dict[str, str]], int]:
@@ -103,7 +118,9 @@ class Chat:
         while len(messages) > 1 and self._length(messages) > context - room:
             messages, dropped = messages[2:], dropped + 1
         if (length := self._length(messages)) >= context:
-            raise ValueError(f"this message takes {length} tokens of the {context} that the model reads; shorten it")
+            raise ValueError(
+                f"this message takes {length} tokens of the {context} that the model reads; shorten it"
+            )
         return messages, dropped
 
     def answer(self, messages: list[dict[str, str]], write: Callable[[str], None]) -> Ending:
@@ -111,7 +128,11 @@ class Chat:
         prompt, stream = render_prompt(self._read(messages), self._words).tolist(), Utf8Stream(self._words)
         limit = min(self.max_tokens, self._engine.config.context - len(prompt))
         sampling = replace(self.sampling, seed=self.sampling.seed + self._answers)
-        settings: dict[str, Any] = {"stop": [self._end], "banned": self._banned, "speculation": self._speculation}
+        settings: dict[str, Any] = {
+            "stop": [self._end],
+            "banned": self._banned,
+            "speculation": self._speculation,
+        }
         ids: list[int] = []
         try:
             for token in generate(self._engine, prompt, sampling, max_tokens=limit, **settings):
@@ -134,7 +155,9 @@ class Chat:
         try:
             number = int(value) if name in WHOLE else float(value)
         except ValueError:
-            raise ValueError(f"{name}: expected a {'whole ' * (name in WHOLE)}number, got {value!r}") from None
+            raise ValueError(
+                f"{name}: expected a {'whole ' * (name in WHOLE)}number, got {value!r}"
+            ) from None
         if name == "max_tokens":
             self.max_tokens = at_least_one(name, int(number))
             return
@@ -169,7 +192,9 @@ def obey(chat: Chat, command: str) -> str:
         chat.set(name, value.strip())
     elif name == "system":
         chat.begin(value.strip())
-        return "a new conversation, " + ("behind this system message" if chat.system else "without a system message")
+        return "a new conversation, " + (
+            "behind this system message" if chat.system else "without a system message"
+        )
     elif name == "reset":
         chat.reset()
         return "a new conversation"
@@ -231,7 +256,9 @@ def run(argv: list[str]) -> None:
     """
     parser = command_parser("chat", __doc__ or "", model="sft")
     parser.add_argument("--prompt", help="the one message to answer")
-    parser.add_argument("--system", default="", metavar="TEXT", help="a system message before the conversation; default none")
+    parser.add_argument(
+        "--system", default="", metavar="TEXT", help="a system message before the conversation; default none"
+    )
     args = parser.parse_args(argv)
     sampling, max_tokens = sampling_of(args), at_least_one("max_tokens", args.max_tokens)
     engine, words = open_model(args.model, args.tokenizer, args.threads)

@@ -25,7 +25,7 @@ from stages.tokenizer import Tokenizer
 CHUNK = 4096  # conversations encoded in one call: enough to keep all cores busy, little memory
 
 Messages = Sequence[Mapping[str, str]]
-TooLong = Literal["drop", "cut"]
+Overflow = Literal["drop", "truncate"]
 
 
 class Part(NamedTuple):
@@ -38,7 +38,9 @@ class Part(NamedTuple):
 def special_id(tokenizer: Tokenizer, token: str) -> int:
     """The id of a special token; ValueError where the tokenizer has none of that name."""
     if token not in tokenizer.special:
-        raise ValueError(f"the tokenizer has no special token {token}: add it to train_bpe.special_tokens and make it anew")
+        raise ValueError(
+            f"the tokenizer has no special token {token}: add it to train_bpe.special_tokens and make it anew"
+        )
     return tokenizer.special[token]
 
 
@@ -62,9 +64,13 @@ def check(messages: Any) -> None:
         raise ValueError(f"messages: expected a list of at least one message, got {messages!r:.60}")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-            raise ValueError(f'message {number}: expected {{"role": ..., "content": text}}, got {message!r:.60}')
+            raise ValueError(
+                f'message {number}: expected {{"role": ..., "content": text}}, got {message!r:.60}'
+            )
         if message.get("role") not in ROLES:
-            raise ValueError(f"message {number}: expected a role of {', '.join(ROLES)}, got {message.get('role')!r:.60}")
+            raise ValueError(
+                f"message {number}: expected a role of {', '.join(ROLES)}, got {message.get('role')!r:.60}"
+            )
         if message["role"] == "system" and number > 0:
             raise ValueError(f"message {number}: expected a system message only as the first")
 
@@ -133,7 +139,9 @@ class Rendered:
         )
 
 
-def render_all(conversations: Iterable[Messages], tokenizer: Tokenizer, *, context: int, too_long: TooLong) -> Rendered:
+def render_all(
+    conversations: Iterable[Messages], tokenizer: Tokenizer, *, context: int, overflow: Overflow
+) -> Rendered:
     """Many conversations by the chat template, those that are longer than the context dropped or cut (see `fit`).
 
     What follows the last answer of a conversation is left off, since nothing is learnt there; one without an answer is dropped.
@@ -153,7 +161,7 @@ def render_all(conversations: Iterable[Messages], tokenizer: Tokenizer, *, conte
                 continue
             whole = parts[: answers[-1] + 1]
             if _size(whole) > context:
-                cut = fit(whole, context) if too_long == "cut" else None
+                cut = fit(whole, context) if overflow == "truncate" else None
                 counts["too_long" if cut is None else "cut"] += 1
                 if cut is None:
                     continue
@@ -163,10 +171,13 @@ def render_all(conversations: Iterable[Messages], tokenizer: Tokenizer, *, conte
     if not kept:
         raise ValueError(
             f"no conversation is left of {counts['read']}: {counts['too_long']} are longer than model.context = {context}, "
-            f"{counts['unanswered']} have no answer; give other conversations, or set model.context higher or sft.too_long: cut"
+            f"{counts['unanswered']} have no answer; give other conversations, or set model.context higher or "
+            "sft.overflow: truncate"
         )
     starts = np.cumsum([0, *(len(ids) for ids, _ in kept)], dtype=np.int64)
-    return Rendered(np.concatenate([ids for ids, _ in kept]), np.concatenate([s for _, s in kept]), starts, counts)
+    return Rendered(
+        np.concatenate([ids for ids, _ in kept]), np.concatenate([s for _, s in kept]), starts, counts
+    )
 
 
 def fit(parts: list[Part], context: int) -> list[Part] | None:
@@ -202,17 +213,26 @@ def shuffle_questions(conversations: Sequence[Messages], seed: int) -> list[list
     Raises:
         ValueError: fewer than two conversations have a question.
     """
-    questions = [[message["content"] for message in one if message["role"] == "user"] for one in conversations]
+    questions = [
+        [message["content"] for message in one if message["role"] == "user"] for one in conversations
+    ]
     asking = np.flatnonzero([len(asked) for asked in questions])
     if len(asking) < 2:
-        raise ValueError(f"expected at least 2 conversations with a question to shuffle them, got {len(asking)}")
+        raise ValueError(
+            f"expected at least 2 conversations with a question to shuffle them, got {len(asking)}"
+        )
     order = asking[shuffled(np.arange(len(asking)), len(asking), seed)]
-    donors = dict(zip(order.tolist(), np.roll(order, -1).tolist(), strict=True))  # one cycle through all of them
+    donors = dict(
+        zip(order.tolist(), np.roll(order, -1).tolist(), strict=True)
+    )  # one cycle through all of them
     result = []
     for number, messages in enumerate(conversations):
         asked = cycle(questions[donors.get(number, number)])
         result.append(
-            [{**message, "content": next(asked)} if message["role"] == "user" else {**message} for message in messages]
+            [
+                {**message, "content": next(asked)} if message["role"] == "user" else {**message}
+                for message in messages
+            ]
         )
     return result
 
@@ -221,10 +241,15 @@ def _encode(conversations: Sequence[Messages], tokenizer: Tokenizer) -> Iterator
     """The parts of each conversation, their contents encoded in one call."""
     opening = {role: [special_id(tokenizer, opener(role))] for role in ROLES}
     end = [special_id(tokenizer, END)]
-    contents = iter(tokenizer.encode_batch([message["content"] for messages in conversations for message in messages]))
+    contents = iter(
+        tokenizer.encode_batch([message["content"] for messages in conversations for message in messages])
+    )
     for messages in conversations:
         yield [
-            Part(message["role"], np.concatenate((opening[message["role"]], next(contents), end), dtype=np.int32))
+            Part(
+                message["role"],
+                np.concatenate((opening[message["role"]], next(contents), end), dtype=np.int32),
+            )
             for message in messages
         ]
 

@@ -53,11 +53,15 @@ def save(folder: Path, weights: Mapping[str, np.ndarray], config: ModelConfig, t
     write_text(folder / MODEL, json.dumps({**model, "sha256": _json_sha256(model)}, indent=2) + "\n")
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
+def write_arrays(
+    path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None
+) -> None:
     """Writes a safetensors file whole or not at all; ValueError where it cannot be written."""
     with replacing(path) as partial:
         try:
-            save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, partial, metadata)
+            save_file(
+                {name: np.asarray(array, order="C") for name, array in arrays.items()}, partial, metadata
+            )
         except SafetensorError as error:  # it knows no OSError
             raise unwritable(path, error) from None
 
@@ -85,10 +89,14 @@ def load(folder: Path, tokenizer_sha256: str | None = None, *, anew: str = ANEW)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder / MODEL}: half written or edited ({error}); {anew}") from None
     if file_sha256(folder / WEIGHTS) != expected:
-        raise ValueError(f"{folder / WEIGHTS}: half written or edited: its sha256 is not the one in {MODEL}; {anew}")
+        raise ValueError(
+            f"{folder / WEIGHTS}: half written or edited: its sha256 is not the one in {MODEL}; {anew}"
+        )
     if tokenizer_sha256 not in (None, trained_with):
         here = f"the tokenizer here is {str(tokenizer_sha256)[:12]}"
-        raise ValueError(f"{folder}: trained with the tokenizer {trained_with[:12]}, but {here}; use that or {anew}")
+        raise ValueError(
+            f"{folder}: trained with the tokenizer {trained_with[:12]}, but {here}; use that or {anew}"
+        )
     with safe_open(folder / WEIGHTS, framework="numpy") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     return Checkpoint(weights, config, trained_with)

@@ -17,7 +17,19 @@ from typing import Any
 from stages.program import stage_main
 from stages.settings import Settings
 from stages.sources.chat_formats import ROW_KEYS, Conversation, LeftOut, read_conversations
-from stages.sources.corpus import SPLITS, TRAIN, VAL, Conversations, Corpus, Document, Validation, divide, limited, mix, place
+from stages.sources.corpus import (
+    SPLITS,
+    TRAIN,
+    VAL,
+    Conversations,
+    Corpus,
+    Document,
+    Validation,
+    divide,
+    limited,
+    mix,
+    place,
+)
 from stages.sources.records import Opened, open_source, read_source
 from stages.text_files import RowWriter, atomic_file, write_json, writing
 
@@ -26,7 +38,10 @@ DOCUMENTS = {split: FOLDER / f"{split}.jsonl.zst" for split in SPLITS}
 CONVERSATIONS = {split: FOLDER / f"conversations.{split}.jsonl.zst" for split in SPLITS}
 MANIFEST = FOLDER / "manifest.json"
 
-MANY_TAILS, SHORT_TAIL_BYTES = 100, 32  # from so many documents on, ends of fewer bytes on average are refused
+MANY_TAILS, SHORT_TAIL_BYTES = (
+    100,
+    32,
+)  # from so many documents on, ends of fewer bytes on average are refused
 _REPORT_BYTES = 100_000_000  # text between two lines of progress
 
 
@@ -46,7 +61,9 @@ def run(settings: Settings, *, folder: Path = FOLDER) -> None:
     write_json(manifest, sections)
     for section, facts in sections.items():
         unit = "documents" if section == "corpus" else "conversations"
-        parts = [f"{split} {facts[split]['count']:,} {unit}, {facts[split]['bytes']:,} bytes" for split in SPLITS]
+        parts = [
+            f"{split} {facts[split]['count']:,} {unit}, {facts[split]['bytes']:,} bytes" for split in SPLITS
+        ]
         print(f"{section} {facts['name']}: {'; '.join(parts)}")
 
 
@@ -63,7 +80,9 @@ def write_corpus(corpus: Corpus, folder: Path) -> dict[str, Any]:
     try:
         return _write_corpus(corpus, folder)
     except NothingHeldOutError as error:
-        return _write_corpus(replace(corpus, validation=_hold_out_one("corpus", corpus.validation, error.least)), folder)
+        return _write_corpus(
+            replace(corpus, validation=_hold_out_one("corpus", corpus.validation, error.least)), folder
+        )
 
 
 def _write_corpus(corpus: Corpus, folder: Path) -> dict[str, Any]:
@@ -84,7 +103,9 @@ def write_conversations(conversations: Conversations, folder: Path) -> dict[str,
 
 def _hold_out_one(section: str, validation: Validation, least: float) -> Validation:
     """The validation that holds out one document where the fraction asked for, of so few, holds out none; says so."""
-    print(f"{section}: validation.fraction = {validation.fraction:g} of so few holds out none, so one is held out")
+    print(
+        f"{section}: validation.fraction = {validation.fraction:g} of so few holds out none, so one is held out"
+    )
     return replace(validation, fraction=math.nextafter(least, 1.0))
 
 
@@ -104,9 +125,14 @@ def _write_conversations(conversations: Conversations, folder: Path, unread: Lef
             raise
         raise ValueError(f"{error}; {unread.bad_rows:,} bad rows, the first: {unread.first_reason}") from None
     if unread.bad_rows:
-        print(f"conversations: {unread.bad_rows:,} bad rows left out; on_bad_row=error ends at the first", file=sys.stderr)
+        print(
+            f"conversations: {unread.bad_rows:,} bad rows left out; on_bad_row=error ends at the first",
+            file=sys.stderr,
+        )
     if section["val"]["count"] == 1:
-        print("conversations: one is held out, so eval has no answer_loss_shuffled; hold out more by validation.fraction")
+        print(
+            "conversations: one is held out, so eval has no answer_loss_shuffled; hold out more by validation.fraction"
+        )
     counts = {"empty": unread.empty, "tool_messages": unread.tool_messages, "bad_rows": unread.bad_rows}
     return section | {"left_out": left_out | counts}
 
@@ -161,7 +187,12 @@ def _write(
                     count["bytes"] += part.size
             _report(section, sum(count["bytes"] for count in taken), document.size)
         if sources:  # else the corpus is `none`
-            if settings.validation.fraction and least < 1.0 and splits[TRAIN]["count"] > 1 and not splits[VAL]["count"]:
+            if (
+                settings.validation.fraction
+                and least < 1.0
+                and splits[TRAIN]["count"] > 1
+                and not splits[VAL]["count"]
+            ):
                 raise NothingHeldOutError(f"{section}: nothing is held out", least)
             _check(section, settings, splits, unmatched)
             _check_tails(section, cut)
@@ -180,12 +211,18 @@ def _report(section: str, total_bytes: int, last_bytes: int) -> None:
         print(f"{section}: {total_bytes / 1e6:,.0f} MB", file=sys.stderr, flush=True)
 
 
-def _check(section: str, settings: Corpus | Conversations, splits: dict[str, Any], unmatched: set[str]) -> None:
+def _check(
+    section: str, settings: Corpus | Conversations, splits: dict[str, Any], unmatched: set[str]
+) -> None:
     if unmatched:
-        raise ValueError(f"{section}.validation.documents: no document is named like {', '.join(sorted(unmatched))}")
+        raise ValueError(
+            f"{section}.validation.documents: no document is named like {', '.join(sorted(unmatched))}"
+        )
     labels = ", ".join(source.label for source in settings.sources)
     if not any(splits[split]["count"] for split in SPLITS):
-        raise ValueError(f"{section} {settings.name}: nothing to read in {labels}: every text is empty or left out")
+        raise ValueError(
+            f"{section} {settings.name}: nothing to read in {labels}: every text is empty or left out"
+        )
     for split in SPLITS:
         if not splits[split]["count"]:
             raise ValueError(f"{section} {settings.name}: the split {split} is empty, all that {labels} has went to the "

@@ -92,7 +92,12 @@ class Evaluation:
     """
 
     def __init__(
-        self, settings: Settings, words: Tokenizer, shards: Path, conversations: Sequence[Messages], context: int
+        self,
+        settings: Settings,
+        words: Tokenizer,
+        shards: Path,
+        conversations: Sequence[Messages],
+        context: int,
     ) -> None:
         self._settings, self._words, self._context = settings, words, context
         self._held_out = open_split(shards, "val", words.sha256, words.vocab_size)
@@ -109,7 +114,9 @@ class Evaluation:
         }
         self.missing = dict(self._answers.missing)
         if not self._prompts:
-            self.missing["replies_ended"] = f"no held-out question leaves half of model.context = {context} to its answer"
+            self.missing["replies_ended"] = (
+                f"no held-out question leaves half of model.context = {context} to its answer"
+            )
 
     def engine(self, model: Checkpoint) -> Engine:
         """An engine that holds the model."""
@@ -123,7 +130,7 @@ class Evaluation:
         """All scores and samples of one model."""
         rows = {"micro_batch": self._settings.eval.micro_batch, "context": self._context}
         windows = EvalWindows(self._held_out, **rows, separator_id=special_id(self._words, SEPARATOR),
-                              within_documents=self._settings.pretrain.within_documents)  # fmt: skip
+                              document_mask=self._settings.pretrain.document_mask)  # fmt: skip
         text = score_text(engine, windows, self._unigram, heads)
         pad = special_id(self._words, PAD)
         true, shuffled = (
@@ -131,7 +138,9 @@ class Evaluation:
             for each in (self._answers.true, self._answers.shuffled)
         )
         asked = self._prompts if chat else []
-        replies = write_replies(engine, asked, self._sampling, max_tokens=self._settings.eval.max_tokens, end_id=self._end)
+        replies = write_replies(
+            engine, asked, self._sampling, max_tokens=self._settings.eval.max_tokens, end_id=self._end
+        )
         return Scores(text, true, shuffled, self._samples(engine, chat=chat), replies)
 
     def _samples(self, engine: Engine, *, chat: bool) -> list[Sample]:
@@ -142,13 +151,17 @@ class Evaluation:
         else:
             asked = e.prompts
             prompts = [[separator, *words.encode(text).tolist()] for text in asked]
-        written = generate_batch(engine, prompts, self._sampling, max_tokens=e.max_tokens, stop=[self._end, separator])
+        written = generate_batch(
+            engine, prompts, self._sampling, max_tokens=e.max_tokens, stop=[self._end, separator]
+        )
         return [Sample(text, words.decode(ids)) for text, ids in zip(asked, written, strict=True)]
 
     def _short_prompts(self, conversations: Iterable[Messages]) -> list[list[int]]:
         """The first question of each conversation, where it leaves half of the context to the answer."""
         questions = [question for question in map(question_of, conversations) if question]
-        prompts = [render_prompt(question, self._words).tolist() for question in spread(questions, 4 * REPLIES)]
+        prompts = [
+            render_prompt(question, self._words).tolist() for question in spread(questions, 4 * REPLIES)
+        ]
         return [prompt for prompt in prompts if len(prompt) <= self._context // 2]
 
 
@@ -170,7 +183,7 @@ def run(
     """Measures base and chat model.
 
     Args:
-        settings: eval, numerics and runtime are used, and pretrain.within_documents.
+        settings: eval, numerics and runtime are used, and pretrain.document_mask.
         tokenizer, shards, conversations, base, chat: what it reads.
         folder: where it writes metrics.json, heads.csv and report.md.
 
@@ -206,7 +219,9 @@ def rounded(figures: dict[str, Any], where: str) -> dict[str, Any]:
         if isinstance(value, dict):
             found[name] = rounded(value, f"{where}.{name}")
         elif not math.isfinite(value):
-            raise ValueError(f"eval: {where}.{name} is {value}: the model's weights or logits are not finite; train it anew")
+            raise ValueError(
+                f"eval: {where}.{name} is {value}: the model's weights or logits are not finite; train it anew"
+            )
         else:
             found[name] = value if isinstance(value, int) else float(f"{value:.6g}")
     return found
@@ -214,7 +229,9 @@ def rounded(figures: dict[str, Any], where: str) -> dict[str, Any]:
 
 def figure_table(figures: dict[str, dict[str, Any]]) -> str:
     """A Markdown table: a row a figure, a column a model."""
-    names = dict.fromkeys(name for each in figures.values() for name, value in each.items() if not isinstance(value, dict))
+    names = dict.fromkeys(
+        name for each in figures.values() for name, value in each.items() if not isinstance(value, dict)
+    )
     lines = ["| | " + " | ".join(figures) + " |", "|---|" + "---:|" * len(figures)]
     for name in names:
         cells = ("" if (value := each.get(name)) is None else f"{value:.6g}" for each in figures.values())
@@ -247,13 +264,17 @@ def write_report(table: str, scores: dict[str, Scores], evaluation: Evaluation, 
             parts.append(f"| {name} | {k} | {h.accuracy:.4f} | {h.loss:.4f} | {h.unigram_loss:.4f} |")
     for name, score in scores.items():
         parts.append(f"\n## Samples of the {name} model\n")
-        parts += [f"{indented(sample.prompt)}\n\n...\n\n{indented(sample.text)}\n" for sample in score.samples]
+        parts += [
+            f"{indented(sample.prompt)}\n\n...\n\n{indented(sample.text)}\n" for sample in score.samples
+        ]
     return "\n".join(parts) + f"\nMade on: {device}\n"
 
 
 def indented(text: str) -> str:
     """A text as a Markdown block, whatever stands in it."""
-    shown = "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    shown = "".join(
+        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
     return "\n".join("    " + line for line in shown.split("\n"))
 
 

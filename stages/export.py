@@ -35,7 +35,13 @@ from stages.tokenizer import Tokenizer
 
 Weights = dict[str, np.ndarray]
 
-DEFAULTS = {"format": "", "model": "sft", "tokenizer": "data/train_bpe/tokenizer.json", "output": "export/hf", "kind": ""}
+DEFAULTS = {
+    "format": "",
+    "model": "sft",
+    "tokenizer": "data/train_bpe/tokenizer.json",
+    "output": "export/hf",
+    "kind": "",
+}
 KINDS = {"pretrain": "base", "sft": "chat"}  # of the models that the stages make
 FURTHER_HEADS = "mtp_heads.safetensors"
 FORMAT = {"format": "pt"}  # which transformers asks of a safetensors file
@@ -43,7 +49,13 @@ FORMAT = {"format": "pt"}  # which transformers asks of a safetensors file
 # What each class is made of; heads that share keys and values in GPT-2 are looked at apart.
 PARTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False},
-    "GPT2LMHeadModel": {"position": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "tied_head": True},
+    "GPT2LMHeadModel": {
+        "position": "learned",
+        "norm": "layernorm",
+        "mlp": "gelu",
+        "bias": True,
+        "tied_head": True,
+    },
 }
 
 # As stages/conversations.py renders: without any character between the parts. What the model learns stands between
@@ -78,21 +90,30 @@ def architecture(config: ModelConfig) -> str:
     """
     wrong = {}
     for name, parts in PARTS.items():
-        found = [f"model.{key}: {getattr(config, key)} ({part})" for key, part in parts.items() if getattr(config, key) != part]
+        found = [
+            f"model.{key}: {getattr(config, key)} ({part})"
+            for key, part in parts.items()
+            if getattr(config, key) != part
+        ]
         if name == "GPT2LMHeadModel" and config.kv_heads != config.heads:
             found.append(f"model.kv_heads: {config.kv_heads} (model.heads = {config.heads})")
         wrong[name] = found
     nearest = min(wrong, key=lambda name: len(wrong[name]))
     if wrong[nearest]:
         expected = f"expected the parts of {nearest}, the nearest of {' and '.join(PARTS)}"
-        raise ValueError(f"this model has no class in transformers: {', '.join(wrong[nearest])}; {expected}, in brackets")
+        raise ValueError(
+            f"this model has no class in transformers: {', '.join(wrong[nearest])}; {expected}, in brackets"
+        )
     return nearest
 
 
 def llama_weights(weights: Mapping[str, np.ndarray], c: ModelConfig) -> Weights:
     """The weights by LlamaForCausalLM's names; both have linear weights as (outputs, inputs) and rope in two halves."""
     queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    out = {"model.embed_tokens.weight": weights["tok.weight"][: c.vocab_size], "model.norm.weight": weights["norm.weight"]}
+    out = {
+        "model.embed_tokens.weight": weights["tok.weight"][: c.vocab_size],
+        "model.norm.weight": weights["norm.weight"],
+    }
     if not c.tied_head:
         out["lm_head.weight"] = weights["head.weight"][0, : c.vocab_size]
     for i in range(c.layers):
@@ -133,7 +154,12 @@ def gpt2_weights(weights: Mapping[str, np.ndarray], c: ModelConfig) -> Weights:
 
 def model_json(c: ModelConfig, name: str) -> dict[str, Any]:
     """config.json, without the token ids."""
-    both = {"architectures": [name], "dtype": "float32", "vocab_size": c.vocab_size, "tie_word_embeddings": c.tied_head}
+    both = {
+        "architectures": [name],
+        "dtype": "float32",
+        "vocab_size": c.vocab_size,
+        "tie_word_embeddings": c.tied_head,
+    }
     if name == "LlamaForCausalLM":
         return {
             **both,
@@ -169,7 +195,11 @@ def model_json(c: ModelConfig, name: str) -> dict[str, Any]:
 def token_ids(special: Mapping[str, int]) -> dict[str, Any]:
     """Where texts begin, what fills a batch, and what ends a text: the next document of a base model, the end of a turn."""
     ids: dict[str, Any] = {"eos_token_id": [special[name] for name in (SEPARATOR, END) if name in special]}
-    return ids | {key: special[name] for key, name in (("bos_token_id", SEPARATOR), ("pad_token_id", PAD)) if name in special}
+    return ids | {
+        key: special[name]
+        for key, name in (("bos_token_id", SEPARATOR), ("pad_token_id", PAD))
+        if name in special
+    }
 
 
 def tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
@@ -197,7 +227,11 @@ def tokenizer_json(tokenizer: Tokenizer, *, begins_text: bool) -> dict[str, Any]
             "single": [first[0], texts[0]],
             "pair": [first[0], texts[0], first[1], texts[1]],
             "special_tokens": {
-                SEPARATOR: {"id": SEPARATOR, "ids": [special_id(tokenizer, SEPARATOR)], "tokens": [SEPARATOR]},
+                SEPARATOR: {
+                    "id": SEPARATOR,
+                    "ids": [special_id(tokenizer, SEPARATOR)],
+                    "tokens": [SEPARATOR],
+                },
             },
         }
     return content
@@ -228,7 +262,9 @@ def export(checkpoint: Checkpoint, tokenizer: Tokenizer, output: Path, *, kind: 
     c, weights = checkpoint.config, checkpoint.weights
     name = architecture(c)
     if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
-        raise ValueError(f"output: {output} holds other files and is no earlier export; name an empty or new folder")
+        raise ValueError(
+            f"output: {output} holds other files and is no earlier export; name an empty or new folder"
+        )
     theirs = (llama_weights if name == "LlamaForCausalLM" else gpt2_weights)(weights, c)
     write_arrays(output / "model.safetensors", theirs, FORMAT)
     if c.mtp_heads > 1:
@@ -266,7 +302,10 @@ def run(argv: list[str]) -> None:
     checkpoint, tokenizer = open_checkpoint(chosen["model"], Path(chosen["tokenizer"]))
     output = Path(chosen["output"])
     name = export(checkpoint, tokenizer, output, kind=kind)
-    print(f"{output}: {name}, {checkpoint.config.vocab_size} tokens, exported as a {kind} model", file=sys.stderr)
+    print(
+        f"{output}: {name}, {checkpoint.config.vocab_size} tokens, exported as a {kind} model",
+        file=sys.stderr,
+    )
 
 
 def main() -> None:

@@ -30,16 +30,51 @@ TRAINED = ("pretrain", "sft")  # the stages that write data/<stage>/checkpoint
 def command_parser(name: str, description: str, model: str) -> ArgumentParser:
     """The arguments that chat and generate share; `model` is the default of --model."""
     # RawDescriptionHelpFormatter keeps the examples' lines.
-    parser = ArgumentParser(f"python -m stages.{name}", description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        f"python -m stages.{name}", description=description, formatter_class=RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--model", default=model, help=f"pretrain (base), sft (chat) or a checkpoint's folder; default {model}")
-    add("--tokenizer", type=Path, default=Path("data/train_bpe/tokenizer.json"), help="the tokenizer.json it was trained with")
+    add(
+        "--model",
+        default=model,
+        help=f"pretrain (base), sft (chat) or a checkpoint's folder; default {model}",
+    )
+    add(
+        "--tokenizer",
+        type=Path,
+        default=Path("data/train_bpe/tokenizer.json"),
+        help="the tokenizer.json it was trained with",
+    )
     add("--max-tokens", type=int, default=200, metavar="N", help="most tokens written, default 200")
-    add("--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token; default 0.8")
-    add("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest tokens, 0 is off; default 50")
-    add("--top-p", type=float, default=1.0, metavar="P", help="draw among the likeliest with a share P, 1 is off; default 1")
-    add("--speculative", action="store_true", help="let the heads draft: the same text, sooner where they guess well")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads, 0 for all; fewer beside other programs; default 0")
+    add(
+        "--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token; default 0.8"
+    )
+    add(
+        "--top-k",
+        type=int,
+        default=50,
+        metavar="K",
+        help="draw among the K likeliest tokens, 0 is off; default 50",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw among the likeliest with a share P, 1 is off; default 1",
+    )
+    add(
+        "--speculative",
+        action="store_true",
+        help="let the heads draft: the same text, sooner where they guess well",
+    )
+    add(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="CPU threads, 0 for all; fewer beside other programs; default 0",
+    )
     add("--seed", type=int, help="repeats a run; drawn anew where it is not given")
     return parser
 
@@ -70,7 +105,9 @@ def open_checkpoint(model: str, tokenizer: Path) -> tuple[Checkpoint, Tokenizer]
     folder = Path("data", model, "checkpoint") if model in TRAINED else Path(model)
     for path, option in ((tokenizer, "tokenizer"), (folder / MODEL, "model")):
         if not path.is_file():
-            raise ValueError(f"{path}: no such file; `make repro` trains the models, and the option {option} names another place")
+            raise ValueError(
+                f"{path}: no such file; `make repro` trains the models, and the option {option} names another place"
+            )
     words = Tokenizer.load(tokenizer)
     return load(folder, words.sha256), words
 
@@ -107,8 +144,12 @@ def run(argv: list[str]) -> None:
         ValueError: an argument is out of its range, or the model can't be had.
     """
     parser = command_parser("generate", __doc__ or "", model="pretrain")
-    parser.add_argument("--prompt", default="", help="the text to go on with, - reads it from standard input; default none")
-    parser.add_argument("--count", type=int, default=1, metavar="N", help="texts written, seeds counted up from --seed")
+    parser.add_argument(
+        "--prompt", default="", help="the text to go on with, - reads it from standard input; default none"
+    )
+    parser.add_argument(
+        "--count", type=int, default=1, metavar="N", help="texts written, seeds counted up from --seed"
+    )
     args = parser.parse_args(argv)
     sampling, count = sampling_of(args), at_least_one("count", args.count)
     max_tokens = at_least_one("max_tokens", args.max_tokens)
@@ -122,7 +163,9 @@ def run(argv: list[str]) -> None:
         show("-" * 40 + "\n" if number else "")
         show(words.decode(prompt))
         stream, drawn = Utf8Stream(words), replace(sampling, seed=sampling.seed + number)
-        for token in generate(engine, prompt, drawn, max_tokens=max_tokens, stop=stop, speculation=speculation):
+        for token in generate(
+            engine, prompt, drawn, max_tokens=max_tokens, stop=stop, speculation=speculation
+        ):
             show(stream.feed([token]))
         show(stream.flush() + "\n")
     if speculation:

@@ -62,7 +62,11 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        with suppress(RuntimeError, OSError):  # another line is being printed just now, or its reader has gone
-            self._say(f"{SAID[signal.Signals(number)]}: saving the last finished step; a second one stops at once")
+        with suppress(
+            RuntimeError, OSError
+        ):  # another line is being printed just now, or its reader has gone
+            self._say(
+                f"{SAID[signal.Signals(number)]}: saving the last finished step; a second one stops at once"
+            )
         if self._inside and self._cuts:
             raise Interrupted

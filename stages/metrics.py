@@ -29,7 +29,9 @@ from stages.text_files import write_text
 TRAIN_COLUMNS = ("step", "loss", "total_loss", "lr", "grad_norm")
 VAL_COLUMNS = ("step", "val_loss", "val_bpb")
 SPEED_COLUMNS = ("step", "tokens_per_s")
-MOST_ROWS = 1000  # of the training curve, beside its first and newest step: enough for any plot, and Git keeps it
+MOST_ROWS = (
+    1000  # of the training curve, beside its first and newest step: enough for any plot, and Git keeps it
+)
 PLAIN_LINES = 40  # of progress over a whole run, where there is no terminal
 LIBRARIES = ("numpy", "numba", "llvmlite", "cupy-cuda13x", "cupy-cuda12x")  # those that compute
 
@@ -224,7 +226,11 @@ class Speed:
 
         None of a first step alone, which compiles.
         """
-        return None if self._steps == 1 else steps * (statistics.median(self._last) + (here_s - self._step_s) / self._steps)
+        return (
+            None
+            if self._steps == 1
+            else steps * (statistics.median(self._last) + (here_s - self._step_s) / self._steps)
+        )
 
 
 def duration(seconds: float) -> str:
@@ -232,7 +238,9 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
-    return f"{whole // 60}m {whole % 60:02}s" if whole < 3600 else f"{whole // 3600}h {whole % 3600 // 60:02}m"
+    return (
+        f"{whole // 60}m {whole % 60:02}s" if whole < 3600 else f"{whole // 3600}h {whole % 3600 // 60:02}m"
+    )
 
 
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[Sequence[float | str]]) -> None:
@@ -260,4 +268,6 @@ def now() -> str:
 def write_provenance(path: Path, **facts: object) -> None:
     """Writes where a result comes from: `facts`, the versions and the machine."""
     machine = {"platform": platform.platform(), "cores": os.cpu_count()}
-    write_text(path, json.dumps({**facts, "versions": versions(), "machine": machine}, indent=2, default=str) + "\n")
+    write_text(
+        path, json.dumps({**facts, "versions": versions(), "machine": machine}, indent=2, default=str) + "\n"
+    )

@@ -20,6 +20,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 ANEW = "; `python -m stages.params --compose` makes it anew"
 
+# Keys of earlier versions, and what replaced each.
+RENAMED = {
+    "train_bpe.take": "train_bpe.pretrained",
+    "shard.take": "shard.pretokenized",
+    "pretrain.mtp_weights": "pretrain.mtp_loss_weights",
+    "pretrain.within_documents": "pretrain.document_mask",
+    "sft.mtp_weights": "sft.mtp_loss_weights",
+    "sft.too_long": "sft.overflow (drop | truncate)",
+}
+
 
 def read_params(path: Path) -> dict[str, Any]:
     """The plain values of a params.yaml; ValueError where it is not one."""
@@ -77,8 +87,16 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the one that was probably meant, else all of them."""
+    """The end of a message about an unknown key: its new name, or the name that was probably meant, else all of them.
+
+    Args:
+        name: the key, with its section if it has one.
+        known: the keys that would be right, with or without their section.
+    """
+    if name in RENAMED:
+        return f"; it is now called {RENAMED[name]}"
     names = sorted(known)
+    name = name if any("." in one for one in names) else name.rpartition(".")[2]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"
 
@@ -91,7 +109,9 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         raise ValueError(f"{' '.join(overrides)}: not key=value: {_one_line(error)}") from None
     for override in parsed:
         if override.is_sweep_override():
-            raise ValueError(f"{override.input_line}: one run takes one value; `dvc exp run --queue -S ...` takes several")
+            raise ValueError(
+                f"{override.input_line}: one run takes one value; `dvc exp run --queue -S ...` takes several"
+            )
     return parsed
 
 
@@ -112,11 +132,15 @@ def _chooses_group(root: Path, override: Override) -> bool:
     return True
 
 
-def _check_known(overrides: Sequence[Override], choices: Sequence[Override], values: Mapping[str, Any]) -> None:
+def _check_known(
+    overrides: Sequence[Override], choices: Sequence[Override], values: Mapping[str, Any]
+) -> None:
     """Raises ValueError where an override that chooses no file and adds nothing names no key of `values`."""
     for override in overrides:
         if override not in choices and not override.is_add() and not _has(values, override.key_or_group):
-            raise ValueError(f"unknown key {override.key_or_group}{nearest(override.key_or_group, flat(values))}")
+            raise ValueError(
+                f"unknown key {override.key_or_group}{nearest(override.key_or_group, flat(values))}"
+            )
 
 
 def _has(values: Mapping[str, Any], key: str) -> bool:

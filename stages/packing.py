@@ -68,7 +68,9 @@ class SftBatches:
         seed: of the orders, at least 0.
     """
 
-    def __init__(self, conversations: Rendered, *, micro_batch: int, context: int, pad_id: int, seed: int) -> None:
+    def __init__(
+        self, conversations: Rendered, *, micro_batch: int, context: int, pad_id: int, seed: int
+    ) -> None:
         self.conversations, self.micro_batch, self.context = conversations, micro_batch, context
         self.pad_id, self.seed = pad_id, seed
         self._places = pack(np.sort(conversations.lengths)[::-1].tolist(), context)
@@ -100,9 +102,16 @@ class EvalConversations:
     """
 
     def __init__(self, conversations: Rendered, *, micro_batch: int, context: int, pad_id: int) -> None:
-        self.conversations, self.micro_batch, self.context, self.pad_id = conversations, micro_batch, context, pad_id
+        self.conversations, self.micro_batch, self.context, self.pad_id = (
+            conversations,
+            micro_batch,
+            context,
+            pad_id,
+        )
         order = np.argsort(-conversations.lengths, kind="stable")
-        self._rows = [order[places].tolist() for places in pack(conversations.lengths[order].tolist(), context)]
+        self._rows = [
+            order[places].tolist() for places in pack(conversations.lengths[order].tolist(), context)
+        ]
 
     def __len__(self) -> int:
         """The number of batches."""

@@ -53,7 +53,9 @@ def kept_text(root: Path, overrides: Sequence[str]) -> str:
     values = OmegaConf.create({})
     for override in parsed:
         if override.is_delete():
-            raise ValueError(f"{override.input_line}: a deletion cannot be kept; edit the file of conf/ that has the key")
+            raise ValueError(
+                f"{override.input_line}: a deletion cannot be kept; edit the file of conf/ that has the key"
+            )
         if override not in chosen:
             OmegaConf.update(values, override.key_or_group, override.value(), merge=True)
         elif override.is_add():
@@ -84,7 +86,9 @@ def keep(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
     write_text(path, kept_text(root, overrides))
     try:
         if compose(root, []) != values:
-            raise ValueError(f"{' '.join(overrides)}: kept, these would compose otherwise; use `dvc exp run -S`")
+            raise ValueError(
+                f"{' '.join(overrides)}: kept, these would compose otherwise; use `dvc exp run -S`"
+            )
         write(root, values)
     except ValueError:
         write_text(path, before)
@@ -98,8 +102,12 @@ def check(root: Path, values: dict[str, Any]) -> None:
     old, new = flat(committed), flat(values)
     wrong = [key for key in sorted(old | new) if key not in old or key not in new or old[key] != new[key]]
     if wrong:
-        shown = ", ".join(f"{key} (is {old.get(key, 'missing')}, conf/ has {new.get(key, 'none')})" for key in wrong)
-        raise ValueError(f"{PARAMS} is not what conf/ composes: {shown}; `python -m stages.params --compose` makes it anew")
+        shown = ", ".join(
+            f"{key} (is {old.get(key, 'missing')}, conf/ has {new.get(key, 'none')})" for key in wrong
+        )
+        raise ValueError(
+            f"{PARAMS} is not what conf/ composes: {shown}; `python -m stages.params --compose` makes it anew"
+        )
     if (root / PARAMS).read_text(encoding="utf-8") != text(values):
         raise ValueError(f"{PARAMS} was edited by hand: edit conf/, then `python -m stages.params --compose`")
 
@@ -108,10 +116,16 @@ def run(argv: list[str]) -> None:
     """What the module's docstring says."""
     parser = argparse.ArgumentParser(prog="python -m stages.params", description=__doc__.split("\n")[0])
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--write", action="store_true", help=f"write {PARAMS}, and keep the overrides in {KEPT}")
-    what.add_argument("--compose", action="store_true", help=f"write {PARAMS} with the overrides that are kept")
+    what.add_argument(
+        "--write", action="store_true", help=f"write {PARAMS}, and keep the overrides in {KEPT}"
+    )
+    what.add_argument(
+        "--compose", action="store_true", help=f"write {PARAMS} with the overrides that are kept"
+    )
     what.add_argument("--check", action="store_true", help=f"compare {PARAMS}; exit code 1 where it differs")
-    parser.add_argument("overrides", nargs="*", help="for example model=gpt2_124m, pretrain.lr=1e-3, +experiment=smoke")
+    parser.add_argument(
+        "overrides", nargs="*", help="for example model=gpt2_124m, pretrain.lr=1e-3, +experiment=smoke"
+    )
     arguments = parser.parse_args(argv)
     root = Path.cwd()
     if arguments.write:

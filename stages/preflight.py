@@ -72,7 +72,9 @@ def _initial_model(stage: str, settings: Settings, root: Path) -> Iterator[str]:
 
 
 def _vocab_size(settings: Settings, tokenizer: Path) -> int:
-    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # a damaged file is named by the stage that reads it
+    with suppress(
+        FileNotFoundError, ValueError, KeyError, TypeError
+    ):  # a damaged file is named by the stage that reads it
         return max(int(token["id"]) for token in json.loads(tokenizer.read_bytes())["added_tokens"]) + 1
     return settings.train_bpe.vocab_size
 
@@ -122,7 +124,9 @@ def _prompts(stage: str, settings: Settings, tokenizer: Path) -> Iterator[str]:
     for number, text in enumerate(settings.eval.prompts):
         sizes.append((f"eval.prompts[{number}]", 1 + len(words.encode(text))))
     for number, text in enumerate(settings.eval.chat_prompts):
-        sizes.append((f"eval.chat_prompts[{number}]", len(render_prompt([{"role": "user", "content": text}], words))))
+        sizes.append(
+            (f"eval.chat_prompts[{number}]", len(render_prompt([{"role": "user", "content": text}], words)))
+        )
     for name, size in sizes:
         if size > context:
             yield f"eval: {name} takes {size} tokens and model.context is {context}; shorten it or set model.context higher"
@@ -141,7 +145,7 @@ def _conversations(stage: str, settings: Settings, data: Path) -> Iterator[str]:
         if path.is_file() and not _some_fit(read_conversations(path), words, settings):
             yield (
                 f"sft: no conversation of {path} fits model.context = {settings.model.context}; give shorter ones, or set "
-                "model.context higher or sft.too_long: cut"
+                "model.context higher or sft.overflow: truncate"
             )
 
 
@@ -150,7 +154,9 @@ def _some_fit(conversations: Iterator[list[dict[str, str]]], words: Any, setting
 
     def fits(chunk: Sequence[list[dict[str, str]]]) -> bool:
         try:
-            return bool(len(render_all(chunk, words, context=settings.model.context, too_long=settings.sft.too_long)))
+            return bool(
+                len(render_all(chunk, words, context=settings.model.context, overflow=settings.sft.overflow))
+            )
         except ValueError:  # none is left
             return False
 
@@ -168,7 +174,9 @@ def _memory(settings: Settings, tokenizer: Path) -> Iterator[str]:
     config = settings.model.config(_vocab_size(settings, tokenizer))
     ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
     plans = {
-        "sft": plan(config, settings.numerics, settings.sft.micro_batch, ops, optimizer=settings.sft.optimizer),
+        "sft": plan(
+            config, settings.numerics, settings.sft.micro_batch, ops, optimizer=settings.sft.optimizer
+        ),
         "eval": plan(config, settings.numerics, settings.eval.micro_batch, ops, training=False),
     }
     for name, planned in plans.items():

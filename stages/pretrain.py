@@ -59,11 +59,13 @@ def run(
     held_out = open_split(shards, "val", words.sha256, words.vocab_size)
     separator = words.special[SEPARATOR]  # which the tokenizer of these shards has
     reading: dict[str, Any] = {"micro_batch": training.micro_batch, "context": config.context, "separator_id": separator,
-               "within_documents": training.within_documents}  # fmt: skip
+               "document_mask": training.document_mask}  # fmt: skip
     batches, windows = PretrainBatches(train, seed=training.seed, **reading), EvalWindows(held_out, **reading)
     if settings.runtime.plan:
         ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
-        print(report(plan(config, settings.numerics, training.micro_batch, ops, optimizer=training.optimizer)))
+        print(
+            report(plan(config, settings.numerics, training.micro_batch, ops, optimizer=training.optimizer))
+        )
         return
     engine = Engine(config, settings.numerics, micro_batch=training.micro_batch, device=settings.runtime.device,
                     threads=settings.runtime.threads, seed=training.seed, optimizer=training.optimizer)  # fmt: skip
@@ -73,7 +75,9 @@ def run(
         engine.load(weights)
 
     def validate(interrupt: Interrupt) -> Validation:
-        nats, targets = held_out_nats(engine, interrupt.checked(windows.batch(index) for index in range(len(windows))))
+        nats, targets = held_out_nats(
+            engine, interrupt.checked(windows.batch(index) for index in range(len(windows)))
+        )
         return Validation(nats / targets, nats / math.log(2) / held_out.counts.bytes)
 
     def sample(seed: int, interrupt: Interrupt) -> str:
@@ -96,7 +100,7 @@ def initial_weights(folder: Path, config: ModelConfig, tokenizer_sha256: str) ->
     if found.tokenizer_sha256 != tokenizer_sha256:
         raise ValueError(
             f"pretrain.init_from: {folder} was trained with the tokenizer {found.tokenizer_sha256[:12]}, and the one "
-            f"here is {tokenizer_sha256[:12]}: set train_bpe.take to that model's tokenizer.json"
+            f"here is {tokenizer_sha256[:12]}: set train_bpe.pretrained to that model's tokenizer.json"
         )
     theirs, ours = found.config.to_dict(), config.to_dict()
     if differing := [f"model.{key}={theirs[key]}" for key in theirs if theirs[key] != ours[key]]:

@@ -74,7 +74,9 @@ def alone(name: str) -> Iterator[None]:
             later = last.read_text(encoding="utf-8")
             if later != own:
                 lock.release()
-                raise ValueError(f"{name}: {later} was started while this one waited; start this one again if need be") from None
+                raise ValueError(
+                    f"{name}: {later} was started while this one waited; start this one again if need be"
+                ) from None
     try:
         write_text(running, own)
         yield

@@ -1,4 +1,4 @@
-"""Ready-made token shards (`shard.take`): llm.c's .bin files, checked and read where they lie.
+"""Ready-made token shards (`shard.pretokenized`): llm.c's .bin files, checked and read where they lie.
 
 A folder holds `*train*.bin` and `*val*.bin` files, as those of FineWeb in GPT-2's vocabulary. They are taken in sorted order.
 One pass over the data counts what the stage counts for its own shards, and takes the CRC-32 of each block.
@@ -9,11 +9,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.shard_format import BLOCK_TOKENS, HEADER_BYTES, SPLITS, Counts, ShardFile, block_crc32, count_tokens
+from stages.shard_format import (
+    BLOCK_TOKENS,
+    HEADER_BYTES,
+    SPLITS,
+    Counts,
+    ShardFile,
+    block_crc32,
+    count_tokens,
+)
 from stages.special_tokens import SEPARATOR
 from stages.tokenizer import Tokenizer
 
-REMEDY = "shard.take reads llm.c's files of uint16 tokens"
+REMEDY = "shard.pretokenized reads llm.c's files of uint16 tokens"
 PIECE_TOKENS = 128 * BLOCK_TOKENS  # read at a time: 8 MB, and 32 MB to count them
 
 
@@ -21,18 +29,20 @@ def take_shards(folder: Path, tokenizer: Tokenizer) -> dict[str, Counts]:
     """What each split of a folder holds, its files read and checked.
 
     Args:
-        folder: the value of shard.take.
+        folder: the value of shard.pretokenized.
         tokenizer: made the files: every id must be below its vocabulary, and its separator counts as a document.
 
     Raises:
         ValueError: a split has no file, a file is not llm.c's or cut short, or an id is too high: file and place are named.
     """
     if not folder.is_dir():
-        raise ValueError(f"shard.take: expected a folder of .bin files, found none at {folder}")
+        raise ValueError(f"shard.pretokenized: expected a folder of .bin files, found none at {folder}")
     paths = {split: sorted(folder.glob(f"*{split}*.bin")) for split in SPLITS}
     for split, found in paths.items():
         if not found:
-            raise ValueError(f"shard.take: expected at least one file *{split}*.bin in {folder}, found none")
+            raise ValueError(
+                f"shard.pretokenized: expected at least one file *{split}*.bin in {folder}, found none"
+            )
     both = sorted(set(paths["train"]) & set(paths["val"]))
     if both:
         raise ValueError(f"{both[0]}: expected train or val in the name, found both; rename it")
@@ -52,7 +62,9 @@ def _count_split(paths: list[Path], tokenizer: Tokenizer) -> Counts:
     text_bytes = int(counts @ tokenizer.token_lengths)
     if not text_bytes:
         raise ValueError(f"{paths[0]}: expected tokens of text in its split, found special tokens alone")
-    return Counts(sum(file.tokens for file in files), text_bytes, int(counts[tokenizer.special[SEPARATOR]]), files)
+    return Counts(
+        sum(file.tokens for file in files), text_bytes, int(counts[tokenizer.special[SEPARATOR]]), files
+    )
 
 
 def _count_file(path: Path, vocab_size: int) -> tuple[ShardFile, NDArray[np.int64]]:
@@ -63,7 +75,7 @@ def _count_file(path: Path, vocab_size: int) -> tuple[ShardFile, NDArray[np.int6
         ids = np.fromfile(path, "<u2", min(PIECE_TOKENS, tokens - first), offset=HEADER_BYTES + 2 * first)
         if int(ids.max()) >= vocab_size:
             where = int((ids >= vocab_size).argmax())
-            expected = f"expected ids below {vocab_size}, the vocabulary that train_bpe.take gives"
+            expected = f"expected ids below {vocab_size}, the vocabulary that train_bpe.pretrained gives"
             remedy = "take the tokenizer that made the file"
             raise ValueError(f"{path}: {expected}, found {ids[where]} at token {first + where}; {remedy}")
         counts += np.bincount(ids, minlength=vocab_size)

@@ -93,7 +93,9 @@ class ResumeFolder:
         waiting = False
         while not self._try_to_open():
             if not waiting:
-                self._say(f"waiting for another run of the same work, which holds {self.folder}; Ctrl-C gives up")
+                self._say(
+                    f"waiting for another run of the same work, which holds {self.folder}; Ctrl-C gives up"
+                )
                 waiting = True
             time.sleep(0.5)
         for leftover in self.folder.glob("*.partial"):
@@ -127,7 +129,9 @@ class ResumeFolder:
             for path, steps in self._of_earlier_runs():
                 with suppress(FileNotFoundError):  # the other run is under way and has replaced this state
                     if state := self._read(path):
-                        self._say(f"goes on from step {state.step} of an earlier run of {steps} steps in {path.parent}")
+                        self._say(
+                            f"goes on from step {state.step} of an earlier run of {steps} steps in {path.parent}"
+                        )
                         return state
         return None
 
@@ -142,7 +146,9 @@ class ResumeFolder:
         # The content's hash is in the name: no state is taken for whole that was changed since.
         path = self.folder / f"{state.step:09d}-{file_sha256(partial)[:16]}.safetensors"
         os.replace(partial, path)
-        self._keep([path, *(other for other in _states(self.folder) if _step(other) != state.step)][:KEPT_STATES])
+        self._keep(
+            [path, *(other for other in _states(self.folder) if _step(other) != state.step)][:KEPT_STATES]
+        )
 
     def finish(self) -> None:
         """Marks the work as handed on and removes finished work of the same stage; keeps the newest state of this one."""
@@ -150,7 +156,10 @@ class ResumeFolder:
         self._keep(_states(self.folder)[:1])
         with self._root_lock:
             for other in self.folder.parent.iterdir():
-                if other != self.folder and _finished_stage(other) in (self.work.stage, ""):  # "": of an older version
+                if other != self.folder and _finished_stage(other) in (
+                    self.work.stage,
+                    "",
+                ):  # "": of an older version
                     _remove_if_free(other)
 
     def _keep(self, kept: list[Path]) -> None:
@@ -186,7 +195,9 @@ class ResumeFolder:
                 if path.parent != self.folder and _finished_stage(path.parent) is None:
                     size += path.stat().st_size
         if size:
-            self._say(f"unfinished work of other settings keeps {size >> 20} MiB in {root}; delete what you give up")
+            self._say(
+                f"unfinished work of other settings keeps {size >> 20} MiB in {root}; delete what you give up"
+            )
 
     def _try_to_open(self) -> bool:
         """Takes the lock if it is free; under the root's lock, so that no folder is removed while it is being taken."""
@@ -204,7 +215,9 @@ class ResumeFolder:
 
 def _states(folder: Path) -> list[Path]:
     """The files of a folder's states, the newest first."""
-    found = [path for path in folder.glob("*") if re.fullmatch(r"\d{9,10}-[0-9a-f]{16}\.safetensors", path.name)]
+    found = [
+        path for path in folder.glob("*") if re.fullmatch(r"\d{9,10}-[0-9a-f]{16}\.safetensors", path.name)
+    ]
     return sorted(found, key=_step, reverse=True)
 
 

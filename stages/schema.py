@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from stages.overrides import nearest
 from stages.sources.corpus import NOTHING
 
-# Sections whose keys may be left out, since each kind of source has others.
-OPTIONAL_KEYS = ("corpus", "conversations")
+# Sections whose keys may be left out: each kind of source has others, and a model names only the parts it changes.
+OPTIONAL_KEYS = ("corpus", "conversations", "model")
 
 
 def check(ok: bool, key: str, expected: str, value: object) -> None:
@@ -58,13 +58,17 @@ def _build_section(kind: Any, value: Any, key: str) -> Any:
     known = {field.name: field for field in fields(kind)}
     for name in value:
         if name not in known:
-            raise ValueError(f"{section}: unknown key {name!r}{nearest(str(name), known)}")
+            raise ValueError(f"{section}: unknown key {name!r}{nearest(f'{section}.{name}', known)}")
     kinds, found = get_type_hints(kind), {}
     for name, field in known.items():
         if name in value:
             found[name] = build(kinds[name], value[name], f"{key}.{name}" if key else name)
-        elif not key.startswith(OPTIONAL_KEYS) or (field.default is MISSING and field.default_factory is MISSING):
-            raise ValueError(f"{section}: the key {name!r} is missing; `python -m stages.params --compose` writes all")
+        elif not key.startswith(OPTIONAL_KEYS) or (
+            field.default is MISSING and field.default_factory is MISSING
+        ):
+            raise ValueError(
+                f"{section}: the key {name!r} is missing; `python -m stages.params --compose` writes all"
+            )
     return kind(**found)
 
 
@@ -75,4 +79,6 @@ def _fits(kind: type, value: object) -> bool:
 
 
 def _describe(kind: Any) -> str:
-    return {float: "a finite number", int: "a whole number", bool: "true or false", str: "a text"}.get(kind, "a value")
+    return {float: "a finite number", int: "a whole number", bool: "true or false", str: "a text"}.get(
+        kind, "a value"
+    )

@@ -86,7 +86,9 @@ def score_text(engine: Engine, windows: EvalWindows, unigram: NDArray[np.float64
         for k in range(heads):
             weight = found.weight[k].astype(np.float64)
             ahead = np.roll(batch.targets, -k, axis=1)  # what wraps around has weight 0
-            sums[:, k] += [np.sum(weight * of) for of in (1.0, found.nll[k], found.correct[k], unigram[ahead])]
+            sums[:, k] += [
+                np.sum(weight * of) for of in (1.0, found.nll[k], found.correct[k], unigram[ahead])
+            ]
     nats = float(sums[1, 0])
     means = sums[1:] / np.maximum(sums[0], 1)
     scores = [HeadScore(float(nll), float(correct), float(base)) for nll, correct, base in means.T]
@@ -150,20 +152,24 @@ def held_out_answers(
     if not fits.any():
         reason = f"none of {len(own)} held-out conversations fits model.context = {context} with another's question"
         return HeldOutAnswers(_chosen(own, fits_own, tokenizer, context), None, {SHUFFLED_FIGURE: reason})
-    return HeldOutAnswers(_chosen(own, fits, tokenizer, context), _chosen(others, fits, tokenizer, context), {})
+    return HeldOutAnswers(
+        _chosen(own, fits, tokenizer, context), _chosen(others, fits, tokenizer, context), {}
+    )
 
 
 def _lengths(conversations: Sequence[Messages], tokenizer: Tokenizer) -> NDArray[np.int64]:
     """Tokens of each conversation, (n,)."""
     if not conversations:
         return np.empty(0, np.int64)
-    return render_all(conversations, tokenizer, context=1 << 62, too_long="drop").lengths
+    return render_all(conversations, tokenizer, context=1 << 62, overflow="drop").lengths
 
 
-def _chosen(conversations: Sequence[Messages], chosen: NDArray[np.bool_], tokenizer: Tokenizer, context: int) -> Rendered:
+def _chosen(
+    conversations: Sequence[Messages], chosen: NDArray[np.bool_], tokenizer: Tokenizer, context: int
+) -> Rendered:
     """The chosen conversations, rendered; every one fits the context."""
     taking_part = [one for one, takes_part in zip(conversations, chosen, strict=True) if takes_part]
-    return render_all(taking_part, tokenizer, context=context, too_long="drop")
+    return render_all(taking_part, tokenizer, context=context, overflow="drop")
 
 
 def eval_batches(rendered: Rendered, *, micro_batch: int, context: int, pad_id: int) -> Iterable[Batch]:
@@ -179,10 +185,13 @@ def write_replies(
     if not prompts:
         return []
     context = engine.config.context
-    most = min(max_tokens, context - min(map(len, prompts)) + 1)  # what is drawn from a context cut anew never counts
+    most = min(
+        max_tokens, context - min(map(len, prompts)) + 1
+    )  # what is drawn from a context cut anew never counts
     answers = generate_batch(engine, prompts, sampling, max_tokens=most, stop=[end_id])
     return [
-        Reply(ids, len(ids) < most and len(prompt) + len(ids) <= context) for prompt, ids in zip(prompts, answers, strict=True)
+        Reply(ids, len(ids) < most and len(prompt) + len(ids) <= context)
+        for prompt, ids in zip(prompts, answers, strict=True)
     ]
 
 

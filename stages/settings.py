@@ -31,7 +31,7 @@ class TrainBpe:
     sample_bytes: int
     pattern: Literal["gpt2"]
     special_tokens: tuple[str, ...]
-    take: Path | None
+    pretrained: Path | None
 
     def __post_init__(self) -> None:
         least = BYTES + len(self.special_tokens)
@@ -50,11 +50,16 @@ class Shard:
     """conf/shard: how the token files are cut."""
 
     tokens_per_shard: int
-    take: Path | None
+    pretokenized: Path | None
 
     def __post_init__(self) -> None:
         most = 2**31 - 1 - 2**20  # counts are int32, and a short end makes the last shard that much longer
-        check(1000 <= self.tokens_per_shard <= most, "shard.tokens_per_shard", f"1000 to {most}", self.tokens_per_shard)
+        check(
+            1000 <= self.tokens_per_shard <= most,
+            "shard.tokens_per_shard",
+            f"1000 to {most}",
+            self.tokens_per_shard,
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,9 @@ class Model:
 
     def config(self, vocab_size: int) -> ModelConfig:
         """The model for a tokenizer of vocab_size ids."""
-        return ModelConfig(vocab_size=vocab_size, **{field.name: getattr(self, field.name) for field in fields(self)})
+        return ModelConfig(
+            vocab_size=vocab_size, **{field.name: getattr(self, field.name) for field in fields(self)}
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,9 @@ class Eval:
 
     def __post_init__(self) -> None:
         check(self.max_tokens >= 1, "eval.max_tokens", "at least 1", self.max_tokens)
-        fits = self.temperature == 0 or self.temperature >= 1e-6  # kernels.generation.LEAST_TEMPERATURE, too slow to import
+        fits = (
+            self.temperature == 0 or self.temperature >= 1e-6
+        )  # kernels.generation.LEAST_TEMPERATURE, too slow to import
         check(fits, "eval.temperature", "0 (greedy) or at least 1e-6", self.temperature)
         check(self.top_k >= 0, "eval.top_k", "at least 0 (0 is off)", self.top_k)
         check(0 < self.top_p <= 1, "eval.top_p", "above 0 and at most 1 (1 is off)", self.top_p)
@@ -164,10 +173,17 @@ def validate(values: Mapping[str, Any]) -> Settings:
         ("conversations", settings.conversations.sources, settings.conversations.local_path),
     ):
         check_watched(name, sources, local_path)
-    check(settings.shard.take is None or settings.train_bpe.take is not None, "train_bpe.take", "shard.take's tokenizer", NOTHING)
+    check(
+        settings.shard.pretokenized is None or settings.train_bpe.pretrained is not None,
+        "train_bpe.pretrained",
+        "shard.pretokenized's tokenizer",
+        NOTHING,
+    )
     heads = settings.model.mtp_heads
     for section in (settings.pretrain, settings.sft):
-        weights, name = section.mtp_weights, f"{type(section).__name__.lower()}.mtp_weights"
+        weights, name = section.mtp_loss_weights, f"{type(section).__name__.lower()}.mtp_loss_weights"
         check(len(weights) >= heads, name, f"a weight for each of model.mtp_heads = {heads}", list(weights))
-        settings = replace(settings, **{type(section).__name__.lower(): replace(section, mtp_weights=weights[:heads])})
+        settings = replace(
+            settings, **{type(section).__name__.lower(): replace(section, mtp_loss_weights=weights[:heads])}
+        )
     return settings

@@ -53,34 +53,50 @@ def run(
     words, training = Tokenizer.load(tokenizer), settings.sft
     start = load(base, words.sha256)
     config = start.config
-    if (given := len(training.mtp_weights)) != config.mtp_heads:
-        raise ValueError(f"sft.mtp_weights: expected a weight for each of the {config.mtp_heads} heads of {base}, got {given}: "
-                         f"set model.mtp_heads={config.mtp_heads}, or pretrain such a model first")  # fmt: skip
+    if (given := len(training.mtp_loss_weights)) != config.mtp_heads:
+        raise ValueError(f"sft.mtp_loss_weights: expected a weight for each of the {config.mtp_heads} heads of {base}, "
+                         f"got {given}: set model.mtp_heads={config.mtp_heads}, or pretrain such a model first")  # fmt: skip
     if settings.runtime.plan:
         ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
-        print(report(plan(config, settings.numerics, training.micro_batch, ops, optimizer=training.optimizer)))
+        print(
+            report(plan(config, settings.numerics, training.micro_batch, ops, optimizer=training.optimizer))
+        )
         return
     engine = Engine(config, settings.numerics, micro_batch=training.micro_batch, device=settings.runtime.device,
                     threads=settings.runtime.threads, seed=training.seed, optimizer=training.optimizer)  # fmt: skip
     announce("sft", engine, config)
     engine.load(start.weights)
-    packing = {"micro_batch": training.micro_batch, "context": config.context, "pad_id": special_id(words, PAD)}
-    learnt, held_out = (render_all(read_conversations(path), words, context=config.context, too_long=training.too_long)
+    packing = {
+        "micro_batch": training.micro_batch,
+        "context": config.context,
+        "pad_id": special_id(words, PAD),
+    }
+    learnt, held_out = (render_all(read_conversations(path), words, context=config.context, overflow=training.overflow)
                         for path in (train, val))  # fmt: skip
     print(f"training: {learnt.describe()}\nvalidation: {held_out.describe()}", flush=True)
-    batches, windows = SftBatches(learnt, seed=training.seed, **packing), EvalConversations(held_out, **packing)
+    batches, windows = (
+        SftBatches(learnt, seed=training.seed, **packing),
+        EvalConversations(held_out, **packing),
+    )
     answer_bytes = int(words.token_lengths[held_out.ids[held_out.supervised]].sum())
-    beginnings = (list(takewhile(lambda message: message["role"] != "assistant", one)) for one in read_conversations(val))
+    beginnings = (
+        list(takewhile(lambda message: message["role"] != "assistant", one))
+        for one in read_conversations(val)
+    )
     question = next(filter(None, beginnings), [{"role": "user", "content": "Hello."}])
     prompt = render_prompt(question, words)[-(config.context // 2) :]  # leaves room for an answer
 
     def validate(interrupt: Interrupt) -> Validation:
-        nats, targets = held_out_nats(engine, interrupt.checked(windows.batch(index) for index in range(len(windows))))
+        nats, targets = held_out_nats(
+            engine, interrupt.checked(windows.batch(index) for index in range(len(windows)))
+        )
         return Validation(nats / targets, nats / math.log(2) / answer_bytes)
 
     def sample(seed: int, interrupt: Interrupt) -> str:
         sampling = Sampling(temperature=0.8, top_k=50, seed=seed)
-        answer = generate(engine, prompt.tolist(), sampling, max_tokens=SAMPLE_TOKENS, stop=[special_id(words, END)])
+        answer = generate(
+            engine, prompt.tolist(), sampling, max_tokens=SAMPLE_TOKENS, stop=[special_id(words, END)]
+        )
         return f"{question[-1]['content']} -> {words.decode(interrupt.checked(answer))}"
 
     run_stage("sft", settings, training, engine, config, words.sha256, Task(batches, validate, sample),

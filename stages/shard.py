@@ -2,7 +2,7 @@
 
 Reads data/download's texts and the tokenizer, writes data/shard. `python -m stages.shard [overrides]`.
 Documents are streamed and encoded in batches on all cores; memory is bounded by BATCH_BYTES of text and its longest document.
-With `shard.take` the texts are not read: index.json then names the files of that folder.
+With `shard.pretokenized` the texts are not read: index.json then names the files of that folder.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,17 +40,23 @@ def run(
     Raises:
         ValueError: a text, the tokenizer or a ready-made shard can't be read, or a split has no text.
     """
-    words, taken = Tokenizer.load(tokenizer), settings.shard.take
+    words, taken = Tokenizer.load(tokenizer), settings.shard.pretokenized
     if SEPARATOR not in words.special:
-        raise ValueError(f"train_bpe.special_tokens: expected {SEPARATOR}, which starts each document; add it")
+        raise ValueError(
+            f"train_bpe.special_tokens: expected {SEPARATOR}, which starts each document; add it"
+        )
     clear(folder)
     if taken is None:
         splits = {}
         for split, source in (("train", train), ("val", val)):
-            writer = ShardWriter(folder, split, vocab_size=words.vocab_size, tokens_per_shard=settings.shard.tokens_per_shard)
+            writer = ShardWriter(
+                folder, split, vocab_size=words.vocab_size, tokens_per_shard=settings.shard.tokens_per_shard
+            )
             splits[split] = shard_documents(read_documents(source), words, writer)
             if not splits[split].bytes:
-                raise ValueError(f"{source}: expected at least one document with text, found none; give the corpus more text")
+                raise ValueError(
+                    f"{source}: expected at least one document with text, found none; give the corpus more text"
+                )
             report(split, splits[split])
     else:
         splits = take_shards(taken, words)
@@ -88,7 +94,9 @@ def batches_of_text(documents: Iterable[str], size: int) -> Iterator[list[bytes]
         try:
             texts.append(document.encode("utf-8"))
         except UnicodeEncodeError as error:
-            raise ValueError(f"document {number}: a lone surrogate at character {error.start} is not Unicode text") from None
+            raise ValueError(
+                f"document {number}: a lone surrogate at character {error.start} is not Unicode text"
+            ) from None
         total += len(texts[-1])
         if total >= size:
             yield texts

@@ -5,8 +5,8 @@ A split is one or more files in llm.c's layout:
     256 x int32, little-endian: 20240520, 1, number of tokens, zeros      then uint16, little-endian, one a token
 
 `index.json` in data/shard says which tokenizer made them. It names each split's files in order, with a CRC-32 of every block
-of BLOCK_TOKENS tokens. Files that the stage made lie beside the index. Ready-made ones (`shard.take`) stay in their own
-folder, whose path the index holds as it was given. A stage that finds that folder moved names `shard.take`.
+of BLOCK_TOKENS tokens. Files that the stage made lie beside the index. Ready-made ones (`shard.pretokenized`) stay in their own
+folder, whose path the index holds as it was given. A stage that finds that folder moved names `shard.pretokenized`.
 
 A block is checked when the first window that touches it is read, and never again in that process. So no pass over the
 whole corpus is needed. The first window of a block costs the read and the CRC-32 of 64 KiB: tens of microseconds.
@@ -42,7 +42,7 @@ class ShardFile:
     """One file of a split.
 
     Args:
-        name: in the folder of the index, or in that of shard.take.
+        name: in the folder of the index, or in that of shard.pretokenized.
         tokens: how many.
         crc32: of each block of its tokens, CRC_DIGITS each, one after the other.
     """
@@ -89,7 +89,9 @@ def block_crc32(data: bytes | memoryview) -> str:
 
 def mend(taken_from: str | None) -> str:
     """The end of a message about a file: what to do. `taken_from` is the folder of ready-made shards, if they are such."""
-    return MEND if taken_from is None else f"put the files of shard.take = {taken_from} back, or {MEND}"
+    return (
+        MEND if taken_from is None else f"put the files of shard.pretokenized = {taken_from} back, or {MEND}"
+    )
 
 
 def count_tokens(path: Path, remedy: str = MEND) -> int:
@@ -98,7 +100,9 @@ def count_tokens(path: Path, remedy: str = MEND) -> int:
         raise ValueError(f"{path}: not found; {remedy}")
     size = path.stat().st_size
     if size < HEADER_BYTES:
-        raise ValueError(f"{path}: expected a header of {HEADER_BYTES} bytes, found a file of {size}; {remedy}")
+        raise ValueError(
+            f"{path}: expected a header of {HEADER_BYTES} bytes, found a file of {size}; {remedy}"
+        )
     magic, version, tokens = np.fromfile(path, "<i4", 3).tolist()
     if magic != MAGIC:
         raise ValueError(f"{path}: expected magic number {MAGIC}, found {magic}: no token shard; {remedy}")
@@ -107,7 +111,9 @@ def count_tokens(path: Path, remedy: str = MEND) -> int:
     if tokens < 1:
         raise ValueError(f"{path}: expected at least 1 token, found a count of {tokens}; {remedy}")
     if size != HEADER_BYTES + 2 * tokens:
-        raise ValueError(f"{path}: expected {HEADER_BYTES + 2 * tokens} bytes for {tokens} tokens, found {size}; {remedy}")
+        raise ValueError(
+            f"{path}: expected {HEADER_BYTES + 2 * tokens} bytes for {tokens} tokens, found {size}; {remedy}"
+        )
     return int(tokens)
 
 
@@ -138,7 +144,9 @@ class ShardSet:
     paths: Sequence[Path]
     starts: Sequence[int]
     remedy: str
-    _checked: dict[int, bytearray] = field(default_factory=dict, repr=False)  # a file's blocks: 1 once its CRC-32 was right
+    _checked: dict[int, bytearray] = field(
+        default_factory=dict, repr=False
+    )  # a file's blocks: 1 once its CRC-32 was right
 
     @property
     def tokens(self) -> int:
@@ -157,7 +165,9 @@ class ShardSet:
             ValueError: the range is not in the stream, a file has changed since it was made or opened, or an id is too high.
         """
         if not 0 <= start < stop <= self.tokens:
-            raise ValueError(f"{self.folder}, split {self.split}: no tokens {start} to {stop} among its {self.tokens}")
+            raise ValueError(
+                f"{self.folder}, split {self.split}: no tokens {start} to {stop} among its {self.tokens}"
+            )
         number = int(np.searchsorted(self.starts, start, side="right")) - 1
         pieces = []
         while start < stop:
@@ -181,13 +191,17 @@ class ShardSet:
             ids = blocks[first - start : stop - start]
         if int(ids.max()) >= self.vocab_size:
             where = first + int(ids.argmax())
-            raise ValueError(f"{path}: expected ids below {self.vocab_size}, found {ids.max()} at token {where}; {self.remedy}")
+            raise ValueError(
+                f"{path}: expected ids below {self.vocab_size}, found {ids.max()} at token {where}; {self.remedy}"
+            )
         return ids
 
     def _load(self, path: Path, first: int, stop: int) -> NDArray[np.uint16]:
         ids = np.fromfile(path, "<u2", stop - first, offset=HEADER_BYTES + 2 * first)
         if ids.size != stop - first:
-            raise ValueError(f"{path}: expected {stop - first} tokens from {first} on, found {ids.size}; {self.remedy}")
+            raise ValueError(
+                f"{path}: expected {stop - first} tokens from {first} on, found {ids.size}; {self.remedy}"
+            )
         return ids
 
     def _check(self, path: Path, block: int, ids: NDArray[np.uint16], crc32: str) -> None:
@@ -197,7 +211,10 @@ class ShardSet:
             number = block + place // CRC_DIGITS
             expected = crc32[number * CRC_DIGITS : (number + 1) * CRC_DIGITS]
             if found[place : place + CRC_DIGITS] != expected:
-                first, last = number * BLOCK_TOKENS, min((number + 1) * BLOCK_TOKENS, block * BLOCK_TOKENS + ids.size) - 1
+                first, last = (
+                    number * BLOCK_TOKENS,
+                    min((number + 1) * BLOCK_TOKENS, block * BLOCK_TOKENS + ids.size) - 1,
+                )
                 problem = f"expected CRC-32 {expected}, found {found[place : place + CRC_DIGITS]}: the file has changed"
                 raise ValueError(f"{path}: tokens {first} to {last}: {problem}; {self.remedy}")
 
@@ -217,9 +234,13 @@ def open_split(folder: Path, split: str, tokenizer_sha256: str, vocab_size: int)
     index, path = _read_index(folder), folder / INDEX
     if index["tokenizer_sha256"] != tokenizer_sha256:
         found = str(index["tokenizer_sha256"])[:12]
-        raise ValueError(f"{path}: expected shards of tokenizer {tokenizer_sha256[:12]}, found those of {found}; {MEND}")
+        raise ValueError(
+            f"{path}: expected shards of tokenizer {tokenizer_sha256[:12]}, found those of {found}; {MEND}"
+        )
     if index["vocab_size"] != vocab_size:
-        raise ValueError(f"{path}: expected a vocabulary of {vocab_size}, found {index['vocab_size']}; {MEND}")
+        raise ValueError(
+            f"{path}: expected a vocabulary of {vocab_size}, found {index['vocab_size']}; {MEND}"
+        )
     if split not in index["splits"]:
         raise ValueError(f"{path}: expected a split {split}, found {', '.join(index['splits'])}; {MEND}")
     counts: Counts = index["splits"][split]
@@ -246,14 +267,18 @@ def _read_index(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError):  # ValueError: neither UTF-8 nor JSON
         whole = False
     if not whole:
-        raise ValueError(f"{path}: expected tokenizer_sha256, vocab_size and splits as the stage shard writes them; {MEND}")
+        raise ValueError(
+            f"{path}: expected tokenizer_sha256, vocab_size and splits as the stage shard writes them; {MEND}"
+        )
     return index
 
 
 def _parse_counts(row: dict[str, Any]) -> Counts:
     """A split of index.json; ValueError or TypeError where it is not as the stage writes it."""
     counts = Counts(**{**row, "files": [ShardFile(**file) for file in row["files"]]})
-    whole = all(type(count) is int and count >= 0 for count in (counts.tokens, counts.bytes, counts.documents))
+    whole = all(
+        type(count) is int and count >= 0 for count in (counts.tokens, counts.bytes, counts.documents)
+    )
     for file in counts.files:
         whole = whole and isinstance(file.name, str) and type(file.tokens) is int
         whole = whole and len(file.crc32) == CRC_DIGITS * -(-file.tokens // BLOCK_TOKENS)

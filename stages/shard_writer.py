@@ -39,7 +39,9 @@ def to_uint16(tokens: NDArray[np.integer[Any]], vocab_size: int) -> NDArray[np.u
     if not 1 <= vocab_size <= MAX_VOCAB:
         raise ValueError(f"vocabulary of {vocab_size}: shards hold uint16, so expected 1 to {MAX_VOCAB}")
     if tokens.size and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
-        raise ValueError(f"token ids {tokens.min()} to {tokens.max()}: expected 0 to {vocab_size - 1}, the vocabulary")
+        raise ValueError(
+            f"token ids {tokens.min()} to {tokens.max()}: expected 0 to {vocab_size - 1}, the vocabulary"
+        )
     return tokens.astype("<u2")
 
 
@@ -60,7 +62,9 @@ class ShardWriter:
     def __init__(self, folder: Path, split: str, *, vocab_size: int, tokens_per_shard: int) -> None:
         most = MAX_TOKENS - LAST_TOKENS  # the last shard may be that much longer
         if not 1 <= tokens_per_shard <= most:
-            raise ValueError(f"shard.tokens_per_shard: expected 1 to {most} (counts are int32), got {tokens_per_shard}")
+            raise ValueError(
+                f"shard.tokens_per_shard: expected 1 to {most} (counts are int32), got {tokens_per_shard}"
+            )
         self.folder, self.split = folder, split
         self.vocab_size, self.tokens_per_shard = vocab_size, tokens_per_shard
         self.tokens = 0
@@ -95,8 +99,12 @@ class ShardWriter:
 
     def _begin(self) -> BinaryIO:
         if len(self.files) == MAX_SHARDS:
-            raise ValueError(f"shard.tokens_per_shard: {self.tokens_per_shard} gives over {MAX_SHARDS} files; set it higher")
-        self._file = self._open.enter_context(atomic_file(shard_path(self.folder, self.split, len(self.files))))
+            raise ValueError(
+                f"shard.tokens_per_shard: {self.tokens_per_shard} gives over {MAX_SHARDS} files; set it higher"
+            )
+        self._file = self._open.enter_context(
+            atomic_file(shard_path(self.folder, self.split, len(self.files)))
+        )
         self._file.write(bytes(HEADER_BYTES))  # its place; the count is known at the end
         return self._file
 
@@ -112,7 +120,9 @@ class ShardWriter:
     def __enter__(self) -> "ShardWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is not None:
             self._open.__exit__(kind, error, trace)  # removes the shard that was being written
             return
@@ -153,7 +163,12 @@ def clear(folder: Path) -> None:
 
 
 def write_index(
-    folder: Path, *, tokenizer_sha256: str, vocab_size: int, splits: Mapping[str, Counts], taken_from: str | None = None
+    folder: Path,
+    *,
+    tokenizer_sha256: str,
+    vocab_size: int,
+    splits: Mapping[str, Counts],
+    taken_from: str | None = None,
 ) -> None:
     """Writes index.json, atomically: the last step, which makes the folder whole.
 

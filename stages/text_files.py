@@ -25,7 +25,12 @@ _ZSTD_LEVEL = 6  # not tuned; fixed, since the level is part of the output's byt
 _COMPRESSED = (".zst", ".gz")
 _WINDOW_BYTES = 1 << 31  # the largest window of a zstd frame: `zstd --long=31`
 _LOOK_BYTES = 4096  # of a file, by which its encoding is told
-_NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC)}  # what no read fails with
+_NO_ROOM = {
+    errno.ENOSPC,
+    errno.EFBIG,
+    errno.EROFS,
+    getattr(errno, "EDQUOT", errno.ENOSPC),
+}  # what no read fails with
 
 
 def suffix_of(name: str) -> str:
@@ -118,13 +123,19 @@ def parse_json(data: bytes, where: str, expected: str) -> Any:
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 at byte {error.start} of the line; convert the file to UTF-8") from None
+        raise ValueError(
+            f"{where}: not UTF-8 at byte {error.start} of the line; convert the file to UTF-8"
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: expected {expected}, {error.msg} at column {error.colno}") from None
     except RecursionError:
-        raise ValueError(f"{where}: expected {expected}, got one nested too deeply; leave that part out") from None
+        raise ValueError(
+            f"{where}: expected {expected}, got one nested too deeply; leave that part out"
+        ) from None
     except ValueError:  # of int(), which refuses more digits
-        raise ValueError(f"{where}: a number of over {sys.get_int_max_str_digits()} digits; write it as a text") from None
+        raise ValueError(
+            f"{where}: a number of over {sys.get_int_max_str_digits()} digits; write it as a text"
+        ) from None
 
 
 def parse_row(line: bytes, where: str) -> dict[str, Any]:
@@ -176,7 +187,9 @@ def _items(data: bytes, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     expected = "a JSON array of objects"
     value = parse_json(data, name, expected)
     items = value if isinstance(value, list) else [value]
-    yield from ((f"{name}, item {n}", _object(item, f"{name}, item {n}", expected)) for n, item in enumerate(items, 1))
+    yield from (
+        (f"{name}, item {n}", _object(item, f"{name}, item {n}", expected)) for n, item in enumerate(items, 1)
+    )
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -196,7 +209,9 @@ def file_sha256(path: Path) -> str:
 def unwritable(path: Path, reason: object) -> ValueError:
     """The complaint about a file or folder that cannot be written."""
     kept = ", or set NANOEULER_CACHE to another folder" if path.is_relative_to(user_cache()) else ""
-    return ValueError(f"{path.as_posix()}: cannot be written: {reason}; make room there or give this user the right{kept}")
+    return ValueError(
+        f"{path.as_posix()}: cannot be written: {reason}; make room there or give this user the right{kept}"
+    )
 
 
 @contextmanager

@@ -35,18 +35,22 @@ def run(
     chosen, threads = settings.train_bpe, settings.runtime.threads
     documents = read_documents(train)
     start = time.perf_counter()
-    if chosen.take is None:
+    if chosen.pretrained is None:
         texts = sample(documents, chosen.sample_bytes)
         trained = Tokenizer.train(texts, chosen.vocab_size, chosen.special_tokens, threads=threads)
     else:
         texts = sample(islice(documents, _MEASURED_DOCUMENTS), chosen.sample_bytes)
-        trained = Tokenizer.take(chosen.take, chosen.special_tokens)
+        trained = Tokenizer.from_pretrained(chosen.pretrained, chosen.special_tokens)
     trained.save(tokenizer)
     spent_s = time.perf_counter() - start
     text_bytes = sum(len(text) for text in texts)
     tokens = sum(len(ids) for ids in trained.encode_batch(texts, threads=threads))
-    made = "merges learned from" if chosen.take is None else f"taken from {chosen.take}, measured on"
-    bytes_a_token = f", {text_bytes / tokens:.2f} bytes a token" if tokens else ""  # of no text with corpus=none
+    made = (
+        "merges learned from" if chosen.pretrained is None else f"taken from {chosen.pretrained}, measured on"
+    )
+    bytes_a_token = (
+        f", {text_bytes / tokens:.2f} bytes a token" if tokens else ""
+    )  # of no text with corpus=none
     print(f"{trained.vocab_size:,} ids ({len(trained.special)} special), {made} {len(texts):,} documents, {text_bytes:,} bytes: "
           f"{tokens:,} tokens{bytes_a_token}; {spent_s:.1f} s", flush=True)  # fmt: skip
 

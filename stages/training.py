@@ -19,7 +19,17 @@ from kernels.engine import AdamW, Engine
 from stages import checkpoint
 from stages.batches import Ahead, Batches
 from stages.interrupt import EXIT_CODE, Interrupt, Interrupted
-from stages.metrics import Display, Progress, Record, Speed, add_row, now, open_display, versions, write_provenance
+from stages.metrics import (
+    Display,
+    Progress,
+    Record,
+    Speed,
+    add_row,
+    now,
+    open_display,
+    versions,
+    write_provenance,
+)
 from stages.resume import ResumeFolder, State, Work, fingerprint, resume_root, sources
 from stages.settings import Settings
 from stages.training_settings import Training
@@ -79,7 +89,13 @@ class _Sitting:
     def __init__(
         self, engine: Engine, training: Training, task: Task, resume: ResumeFolder, display: Display, outs: Outs
     ) -> None:  # fmt: skip
-        self.engine, self.training, self.task, self.resume, self.display = engine, training, task, resume, display
+        self.engine, self.training, self.task, self.resume, self.display = (
+            engine,
+            training,
+            task,
+            resume,
+            display,
+        )
         self.outs, self.step, self.record = outs, 0, Record()
         self._restore()
         self.saved = True  # whether the newest state holds all there is
@@ -94,8 +110,12 @@ class _Sitting:
         full = "exp_avg" in state.arrays
         self.engine.load_state(state.arrays if full else {**self.engine.state(), **state.arrays})
         self.step, self.record = state.step, Record(**state.record)
-        self.record.val = [row for row in self.record.val if due(int(row[0]), training.val_every, training.steps)]
-        self.record.samples = [one for one in self.record.samples if due(one[0], training.sample_every, training.steps)]
+        self.record.val = [
+            row for row in self.record.val if due(int(row[0]), training.val_every, training.steps)
+        ]
+        self.record.samples = [
+            one for one in self.record.samples if due(one[0], training.sample_every, training.steps)
+        ]
         self.record.resumed_at.append(state.step)
 
     def go_on(self, interrupt: Interrupt) -> None:
@@ -106,20 +126,33 @@ class _Sitting:
         """
         self._report(interrupt)  # what an interrupt has left undone
         training = self.training
-        optimizer = AdamW(training.beta1, training.beta2, training.eps, training.weight_decay, training.grad_clip)
-        ahead = Ahead(self.task.batches, training.grad_accum_steps, training.steps, len(training.mtp_weights))
+        optimizer = AdamW(
+            training.beta1, training.beta2, training.eps, training.weight_decay, training.grad_clip
+        )
+        ahead = Ahead(
+            self.task.batches, training.grad_accum_steps, training.steps, len(training.mtp_loss_weights)
+        )
         while self.step < training.steps:
             interrupt.check()
             begun, lr = time.perf_counter(), learning_rate(self.step, training)
             batches, meanwhile = ahead.of(self.step), partial(ahead.fetch, self.step + 1)
-            outcome = train_step(self.engine, batches, training.mtp_weights, optimizer, lr, meanwhile, interrupt.section)
-            tokens_per_s = training.grad_accum_steps * batches[0].tokens.size / self._speed.add(time.perf_counter() - begun)
+            outcome = train_step(
+                self.engine, batches, training.mtp_loss_weights, optimizer, lr, meanwhile, interrupt.section
+            )
+            tokens_per_s = (
+                training.grad_accum_steps
+                * batches[0].tokens.size
+                / self._speed.add(time.perf_counter() - begun)
+            )
             self.step, self.saved = self.step + 1, False
             self._check_finite(outcome, lr)
             add_row(self.record.train, (self.step, outcome.loss, outcome.total_loss, lr, outcome.grad_norm))
             add_row(self.record.speed, (self.step, tokens_per_s))
             self._report(interrupt)
-            if due(self.step, training.checkpoint_every, training.steps) or self.step == self.resume.work.trunk_steps:
+            if (
+                due(self.step, training.checkpoint_every, training.steps)
+                or self.step == self.resume.work.trunk_steps
+            ):
                 self.save()
             elif time.perf_counter() >= self._write_at:
                 with suppress(ValueError):  # a preview; with the next state the same files must be written
@@ -138,8 +171,12 @@ class _Sitting:
                 result = self.task.validate(interrupt)
             record.val.append((step, result.loss, result.bits_per_byte))
             self.saved = False
-            self.display.say(f"step {step}  val loss {result.loss:.4f}  val bits/byte {result.bits_per_byte:.4f}")
-        if due(step, training.sample_every, training.steps) and not (record.samples and record.samples[-1][0] == step):
+            self.display.say(
+                f"step {step}  val loss {result.loss:.4f}  val bits/byte {result.bits_per_byte:.4f}"
+            )
+        if due(step, training.sample_every, training.steps) and not (
+            record.samples and record.samples[-1][0] == step
+        ):
             with interrupt.section():
                 text = self.task.sample(training.seed + step, interrupt)
             record.samples.append((step, text))
@@ -155,7 +192,9 @@ class _Sitting:
             return
         arrays = self.engine.state()
         if not np.isfinite(arrays["parameters"]).all():
-            raise ValueError(f"step {self.step}: {self.engine.first_nonfinite()} is not finite; {self._remedy()}")
+            raise ValueError(
+                f"step {self.step}: {self.engine.first_nonfinite()} is not finite; {self._remedy()}"
+            )
         if self.step == self.training.steps != self.resume.work.trunk_steps:
             arrays = {name: array for name, array in arrays.items() if not name.startswith("exp_avg")}
         self.record.seconds = self._before_s + time.perf_counter() - self._begun
@@ -183,7 +222,9 @@ class _Sitting:
         return f"last good checkpoint {self.resume.newest() or 'none'}; try a lower lr or a longer warm-up"
 
 
-def train(engine: Engine, training: Training, task: Task, *, resume: ResumeFolder, display: Display, outs: Outs) -> Record:
+def train(
+    engine: Engine, training: Training, task: Task, *, resume: ResumeFolder, display: Display, outs: Outs
+) -> Record:
     """Trains from the newest resume state, or from where the engine stands, to training.steps.
 
     Args:
@@ -220,7 +261,9 @@ def train(engine: Engine, training: Training, task: Task, *, resume: ResumeFolde
 def announce(name: str, engine: Engine, config: ModelConfig) -> None:
     """Prints what was chosen and the memory plan."""
     chosen = ", ".join(f"{library} {number}" for library, number in versions().items())
-    print(f"{name}: {config.layers} layers, dim {config.dim}, context {config.context}, vocabulary {config.vocab_size}")
+    print(
+        f"{name}: {config.layers} layers, dim {config.dim}, context {config.context}, vocabulary {config.vocab_size}"
+    )
     print(f"{engine.describe()}; {chosen}\n{engine.plan_report()}", flush=True)
 
 
@@ -243,12 +286,22 @@ def run_stage(
         ValueError, SystemExit: see train.
     """
     started = now()
-    of_stage = {key: value for key, value in asdict(training).items() if key not in ("steps", "cooldown_steps")}
+    of_stage = {
+        key: value for key, value in asdict(training).items() if key not in ("steps", "cooldown_steps")
+    }
     parameters = {"model": config.to_dict(), name: of_stage, "numerics": asdict(settings.numerics)}
     values = {"stage": name, "parameters": parameters, "device": engine.device, "versions": versions()}
     trunk = fingerprint([*deps, *sources(name)], values)
-    work = Work(name, trunk, training.steps, training.steps - training.cooldown_steps if training.schedule == "wsd" else 0)
-    display, own = open_display(settings.runtime.display, name), resume_root().parent / "runs" / f"{name}-{work.fingerprint}"
+    work = Work(
+        name,
+        trunk,
+        training.steps,
+        training.steps - training.cooldown_steps if training.schedule == "wsd" else 0,
+    )
+    display, own = (
+        open_display(settings.runtime.display, name),
+        resume_root().parent / "runs" / f"{name}-{work.fingerprint}",
+    )
     with display, ResumeFolder(work, resume_root(), display.say) as resume:
         record = train(engine, training, task, resume=resume, display=display, outs=outs)
         checkpoint.save(outs.checkpoint, engine.weights(), config, tokenizer_sha256)
@@ -256,7 +309,9 @@ def run_stage(
         record.write_samples(outs.samples)
         for path in (outs.speed, own / "speed.csv"):
             record.write_speed(path)
-        if not (resume.finished and (own / "provenance.json").exists()):  # else it tells of the sittings that made this model
+        if not (
+            resume.finished and (own / "provenance.json").exists()
+        ):  # else it tells of the sittings that made this model
             write_provenance(
                 own / "provenance.json", stage=name, fingerprint=work.fingerprint, started=started, ended=now(),
                 seconds=round(record.seconds, 1), resumed_at=record.resumed_at, device=engine.device,

@@ -30,7 +30,7 @@ class Training:
     beta2: float
     eps: float
     grad_clip: float
-    mtp_weights: tuple[float, ...]
+    mtp_loss_weights: tuple[float, ...]
     val_every: int
     sample_every: int
     checkpoint_every: int
@@ -42,13 +42,28 @@ class Training:
             check(ok, f"{section}.{name}", expected, getattr(self, name))
 
         require("seed", 0 <= self.seed < 2**63, "at least 0 and below 2**63")
-        for name in ("steps", "micro_batch", "grad_accum_steps", "val_every", "sample_every", "checkpoint_every"):
+        for name in (
+            "steps",
+            "micro_batch",
+            "grad_accum_steps",
+            "val_every",
+            "sample_every",
+            "checkpoint_every",
+        ):
             require(name, 1 <= getattr(self, name) <= MOST, f"at least 1 and at most {MOST}")
         require("lr", self.lr > 0, "a number above 0")
         require("min_lr", 0 <= self.min_lr <= self.lr, f"0 to {section}.lr = {self.lr}")
-        require("warmup_steps", 0 <= self.warmup_steps <= self.steps, f"0 to {section}.steps = {self.steps} (set both)")
+        require(
+            "warmup_steps",
+            0 <= self.warmup_steps <= self.steps,
+            f"0 to {section}.steps = {self.steps} (set both)",
+        )
         if self.schedule == "cosine":
-            require("cooldown_steps", self.cooldown_steps == 0, f"0 with {section}.schedule=cosine (only wsd cools down)")
+            require(
+                "cooldown_steps",
+                self.cooldown_steps == 0,
+                f"0 with {section}.schedule=cosine (only wsd cools down)",
+            )
         most = self.steps - self.warmup_steps
         require("cooldown_steps", 0 <= self.cooldown_steps <= most, f"0 to steps - warmup_steps = {most}")
         for name in ("beta1", "beta2"):
@@ -56,22 +71,32 @@ class Training:
         for name in ("weight_decay", "grad_clip"):
             require(name, getattr(self, name) >= 0, "at least 0")
         require("eps", self.eps > 0, "a number above 0")
-        require("mtp_weights", all(weight >= 0 for weight in self.mtp_weights), "weights of at least 0")
-        require("mtp_weights", bool(self.mtp_weights) and self.mtp_weights[0] > 0, "a first weight (next token) above 0")
+        require(
+            "mtp_loss_weights", all(weight >= 0 for weight in self.mtp_loss_weights), "weights of at least 0"
+        )
+        require(
+            "mtp_loss_weights",
+            bool(self.mtp_loss_weights) and self.mtp_loss_weights[0] > 0,
+            "a first weight (next token) above 0",
+        )
 
 
 @dataclass(frozen=True)
 class Pretrain(Training):
     """conf/pretrain."""
 
-    within_documents: bool
+    document_mask: bool
     init_from: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(bool(self.init_from), "pretrain.init_from", f"a checkpoint's folder, or {NOTHING}", self.init_from)
+        check(
+            bool(self.init_from), "pretrain.init_from", f"a checkpoint's folder, or {NOTHING}", self.init_from
+        )
         path = Path(self.init_from).resolve()
-        if not {Path("data", stage).resolve() for stage in ("pretrain", "sft")}.isdisjoint([path, *path.parents]):
+        if not {Path("data", stage).resolve() for stage in ("pretrain", "sft")}.isdisjoint(
+            [path, *path.parents]
+        ):
             raise ValueError(
                 f"pretrain.init_from: {self.init_from} is made anew by this pipeline, and DVC deletes it before: keep a copy "
                 f"(mkdir -p models && cp -rL {self.init_from} models/first) and set pretrain.init_from=models/first"
@@ -87,4 +112,4 @@ class Pretrain(Training):
 class Sft(Training):
     """conf/sft."""
 
-    too_long: Literal["drop", "cut"]
+    overflow: Literal["drop", "truncate"]

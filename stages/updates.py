@@ -2,7 +2,7 @@
 
 An update takes grad_accum_steps micro-batches, gradients added up, and one step of AdamW or Muon. Its loss is
 
-    loss = sum_k mtp_weights[k] * sum(weight_k * nll_k) / sum(weight_k)
+    loss = sum_k mtp_loss_weights[k] * sum(weight_k * nll_k) / sum(weight_k)
 
 over the whole update, so accumulating over small micro-batches is the same as one large one, whatever part of each counts.
 """
@@ -44,7 +44,7 @@ def learning_rate(step: int, training: Training) -> float:
 
 
 def train_step(
-    engine: Engine, batches: Sequence[Batch], mtp_weights: Sequence[float], optimizer: AdamW, lr: float,
+    engine: Engine, batches: Sequence[Batch], mtp_loss_weights: Sequence[float], optimizer: AdamW, lr: float,
     meanwhile: Callable[[], None] = lambda: None, section: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Outcome:  # fmt: skip
     """One update over these micro-batches; `meanwhile` is engine.update's.
@@ -54,11 +54,15 @@ def train_step(
     Raises:
         ValueError: no target of head 0 counts in any of them.
     """
-    weights = np.asarray(mtp_weights, np.float64)
+    weights = np.asarray(mtp_loss_weights, np.float64)
     sums = np.sum([head_weight_sums(batch, len(weights)) for batch in batches], axis=0)
     if not sums[0] > 0:
-        raise ValueError("an update without a single target that counts: every loss weight of its micro-batches is 0")
-    per_weight = np.divide(1.0, sums, out=np.zeros_like(sums), where=sums > 0)  # 0: a head that has nothing to learn here
+        raise ValueError(
+            "an update without a single target that counts: every loss weight of its micro-batches is 0"
+        )
+    per_weight = np.divide(
+        1.0, sums, out=np.zeros_like(sums), where=sums > 0
+    )  # 0: a head that has nothing to learn here
     for batch in batches:
         with section():
             engine.micro_step(batch, weights * per_weight)

@@ -132,8 +132,12 @@ class Pipeline:
         """After a `dvc repro` that failed unprovoked: does what the README says, once or fails."""
         text = self.text()
         known = [words for words in REPAIRS if words in text]
-        assert known and self.repairs[known[0]] < 10, f"dvc repro failed by itself, see {self.logs[-1]}\n{text[-2000:]}"
-        assert REPAIRS[known[0]] or self.orphans, f"without a stage that outlived its dvc, see {self.logs[-1]}\n{text[-2000:]}"
+        assert known and self.repairs[known[0]] < 10, (
+            f"dvc repro failed by itself, see {self.logs[-1]}\n{text[-2000:]}"
+        )
+        assert REPAIRS[known[0]] or self.orphans, (
+            f"without a stage that outlived its dvc, see {self.logs[-1]}\n{text[-2000:]}"
+        )
         self.repairs[known[0]] += 1
         if REPAIRS[known[0]]:
             (self.copy.root / REPAIRS[known[0]]).unlink()
@@ -183,7 +187,9 @@ def strike(pipeline: Pipeline, dvc: "subprocess.Popen[bytes]", way: str) -> bool
     return True
 
 
-def disturb(pipeline: Pipeline, planned: Kill, lengths_s: dict[str, float], rng: random.Random) -> Kill | None:
+def disturb(
+    pipeline: Pipeline, planned: Kill, lengths_s: dict[str, float], rng: random.Random
+) -> Kill | None:
     """Runs `dvc repro` and kills it while the planned stage or, where that is done, a later one runs.
 
     Returns:
@@ -222,8 +228,14 @@ def sittings(logs: Sequence[str], stage: str) -> list[Sitting]:
             continue
         begin = int(resumed[1]) if resumed else 0
         last = int(steps[-1][0].replace(",", "")) if steps else begin
-        whole = "interrupted: step" in part or f"{stage}: done" in part or (steps and steps[-1][0] == steps[-1][1])
-        found.append(Sitting(begin, last if whole else last + 1))  # of a killed one, a step more was under way
+        whole = (
+            "interrupted: step" in part
+            or f"{stage}: done" in part
+            or (steps and steps[-1][0] == steps[-1][1])
+        )
+        found.append(
+            Sitting(begin, last if whole else last + 1)
+        )  # of a killed one, a step more was under way
     return sorted(found, key=lambda sitting: (sitting.begin, sitting.end))
 
 
@@ -260,7 +272,9 @@ def table(kills: Sequence[Kill]) -> str:
     counts = Counter((kill.stage, kill.way) for kill in kills)
     lines = [" " * 12 + "".join(f"{way:>8}" for way in (*WAYS, "all"))]
     for stage in (*STAGES, "all"):
-        of_stage = [sum(n for (one, w), n in counts.items() if w == way and stage in (one, "all")) for way in WAYS]
+        of_stage = [
+            sum(n for (one, w), n in counts.items() if w == way and stage in (one, "all")) for way in WAYS
+        ]
         lines.append(f"{stage:<12}" + "".join(f"{n:>8}" for n in (*of_stage, sum(of_stage))))
     return "\n".join(lines)
 
@@ -277,9 +291,13 @@ def chaos(scratch: Path, kills: int, seed: int, say: Callable[[str], None] = pri
     pipeline.clear()
     lengths_s = stage_lengths(pipeline)
     same = [results(copy.root) == reference]
-    say(f"undisturbed: {sum(lengths_s.values()):.0f} s, {len(reference)} files, a second run equal: {yes(same[0])}")
+    say(
+        f"undisturbed: {sum(lengths_s.values()):.0f} s, {len(reference)} files, a second run equal: {yes(same[0])}"
+    )
 
-    pending = [Kill(TARGETS[i % len(TARGETS)], WAYS[(i + i // len(TARGETS)) % len(WAYS)]) for i in range(kills)]
+    pending = [
+        Kill(TARGETS[i % len(TARGETS)], WAYS[(i + i // len(TARGETS)) % len(WAYS)]) for i in range(kills)
+    ]
     rng.shuffle(pending)
     done: list[Kill] = []
     repeats: list[int] = []
@@ -290,14 +308,20 @@ def chaos(scratch: Path, kills: int, seed: int, say: Callable[[str], None] = pri
         while of_run and (killed := disturb(pipeline, of_run[0], lengths_s, rng)):
             done.append(killed)
             of_run.pop(0)
-            say(f"  {pipeline.logs[-1].name}: {killed.way} in {killed.stage}{', training' if killed.training else ''}")
+            say(
+                f"  {pipeline.logs[-1].name}: {killed.way} in {killed.stage}{', training' if killed.training else ''}"
+            )
         pending += of_run  # the pipeline came to its end before them
         pipeline.finish()
         made, again = results(copy.root), repeated([*pipeline.earlier(), pipeline.text()])
         repeats += again
         same.append(made == reference)
-        differing = sorted(name for name in made.keys() | reference.keys() if made.get(name) != reference.get(name))
-        say(f"{len(done)} of {kills} kills; equal: {yes(same[-1])} {' '.join(differing)}; repeated steps: {again}")
+        differing = sorted(
+            name for name in made.keys() | reference.keys() if made.get(name) != reference.get(name)
+        )
+        say(
+            f"{len(done)} of {kills} kills; equal: {yes(same[-1])} {' '.join(differing)}; repeated steps: {again}"
+        )
         if not same[-1]:
             break
     largest, training = max(repeats, default=0), sum(kill.training for kill in done)

@@ -118,7 +118,9 @@ def assert_float32(
     for name in names or oracle:
         assert got[name].dtype == np.float32, name
         magnitude = (scale or {}).get(name, float(np.abs(oracle[name]).max()))
-        assert_within(name, got[name], oracle[name], UNIT[np.dtype(np.float32)] * (length + ROUNDINGS) * magnitude)
+        assert_within(
+            name, got[name], oracle[name], UNIT[np.dtype(np.float32)] * (length + ROUNDINGS) * magnitude
+        )
 
 
 def assert_gradients(
@@ -144,10 +146,14 @@ def assert_gradients(
             for steps, coefficient in ((1, 8 / 12), (2, -1 / 12)):
                 plus, minus = moved(element, origin + steps * STEP), moved(element, origin - steps * STEP)
                 for output, dout in outputs.items():
-                    numeric += coefficient / STEP * float(((plus[output] - minus[output]) * arrays[dout]).sum())
+                    numeric += (
+                        coefficient / STEP * float(((plus[output] - minus[output]) * arrays[dout]).sum())
+                    )
             element[...] = origin
             allowed = LIMIT * max(abs(numeric), abs(gradient[index]), floor)
-            assert abs(numeric - gradient[index]) <= allowed, f"d{name}[{index}]: {gradient[index]}, differences {numeric}"
+            assert abs(numeric - gradient[index]) <= allowed, (
+                f"d{name}[{index}]: {gradient[index]}, differences {numeric}"
+            )
 
 
 @contextmanager

@@ -174,7 +174,9 @@ def assert_calibrated_op(
         kind = FLOAT if name in single or name in sums else storage
         if name in exact or expected.dtype.kind in "biu":
             same = rounded(expected, kind) if expected.dtype.kind == "f" else expected
-            assert np.array_equal(got[name], same), f"{name}: {int((got[name] != same).sum())} of {same.size} elements differ"
+            assert np.array_equal(got[name], same), (
+                f"{name}: {int((got[name] != same).sum())} of {same.size} elements differ"
+            )
             continue
         largest = float(np.abs(expected).max())
         error = float(np.abs(baseline[name].astype(np.float64) - expected).max())

@@ -23,10 +23,19 @@ SIZES: dict[str, Any] = {"vocab_size": 61, "layers": 2, "dim": 30, "ffn": 22, "c
 MODELS = {
     "euler": ModelConfig(**SIZES, heads=3, kv_heads=1, mtp_heads=3),
     "gpt2": ModelConfig(
-        **SIZES, heads=5, kv_heads=5, norm="layernorm", position="learned", mlp="gelu", bias=True, tied_head=True
+        **SIZES,
+        heads=5,
+        kv_heads=5,
+        norm="layernorm",
+        position="learned",
+        mlp="gelu",
+        bias=True,
+        tied_head=True,
     ),
     "rotary": ModelConfig(**SIZES, heads=3, kv_heads=1, bias=True),
-    "mixed": ModelConfig(**SIZES, heads=3, kv_heads=3, mtp_heads=2, norm="layernorm", mlp="gelu", tied_head=True),
+    "mixed": ModelConfig(
+        **SIZES, heads=3, kv_heads=3, mtp_heads=2, norm="layernorm", mlp="gelu", tied_head=True
+    ),
 }
 MTP_WEIGHTS = (1.0, 0.4, 0.7)
 FLOOR = 1e-4
@@ -67,7 +76,9 @@ def make_problem(config: ModelConfig, seed: int, recompute: bool = False) -> Pro
     tokens = rng.integers(config.vocab_size, size=(3, config.context + 1), dtype=np.int32)
     document = np.cumsum(rng.random(shape) < 0.25, axis=1, dtype=np.int32)
     loss_weight = (rng.random(shape) * (rng.random(shape) < 0.8)).astype(np.float32)
-    batch = Batch(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]), document, loss_weight)
+    batch = Batch(
+        np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]), document, loss_weight
+    )
     scale = np.array(MTP_WEIGHTS[: config.mtp_heads]) / head_weight_sums(batch, config.mtp_heads)
     assert (head_targets(batch, config.mtp_heads)[1] > 0).any(axis=(1, 2)).all()
     return Problem(engine, batch, scale)
@@ -117,7 +128,9 @@ def check_model(config: ModelConfig, seed: int, elements: int, recompute: bool =
 
 def main() -> None:
     """Print the table of all architectures and seeds; exit 1 where an error exceeds the limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--elements", type=int, default=64)
     args = parser.parse_args()
@@ -126,7 +139,9 @@ def main() -> None:
     worst = 0.0
     for label, config in MODELS.items():
         columns = [check_model(config, seed, args.elements) for seed in range(args.seeds)]
-        print(f"{label}: largest relative error of {args.elements} elements a tensor, seeds 0 to {args.seeds - 1}")
+        print(
+            f"{label}: largest relative error of {args.elements} elements a tensor, seeds 0 to {args.seeds - 1}"
+        )
         for name in columns[0]:
             row = [column[name] for column in columns]
             print(f"  {name:<24}" + "".join(f"{error:>11.1e}" for error in row), flush=True)

@@ -31,11 +31,15 @@ class Copy:
         # .venv's interpreter finds its own `python` without activation (see the Makefile); another one is given it.
         unactivated = Path(sysconfig.get_path("purelib"), "nanoeuler_path.pth").exists()
         path = os.defpath if unactivated else f"{BIN}{os.pathsep}{os.defpath}"
-        kept = {name: os.environ[name] for name in ("HOME", "SYSTEMROOT", "NANOEULER_CACHE") if name in os.environ}
+        kept = {
+            name: os.environ[name] for name in ("HOME", "SYSTEMROOT", "NANOEULER_CACHE") if name in os.environ
+        }
         self.environment = {**kept, "PATH": path, "DVC_NO_ANALYTICS": "1"}
 
     def _start(self, *command: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True, encoding="utf-8")
+        return subprocess.run(
+            command, cwd=self.root, env=self.environment, capture_output=True, text=True, encoding="utf-8"
+        )
 
     def run(self, *command: str) -> str:
         """The output of a command that succeeds."""
@@ -79,12 +83,17 @@ def make_copy(root: Path, defaults: str, *, lines: int = 300, talks: int = 200) 
         talks: conversations.
     """
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True).stdout
+    listed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True
+    ).stdout
     for name in listed.splitlines():
         if (ROOT / name).is_file() and not name.startswith(("tests/", "data/", "dvc.lock")):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             copy(ROOT / name, root / name)
-    text = [f"Line {number}: the quick brown fox says {number * number} to the lazy dog.\n" for number in range(lines)]
+    text = [
+        f"Line {number}: the quick brown fox says {number * number} to the lazy dog.\n"
+        for number in range(lines)
+    ]
     write(root / "texts" / "fox.txt", "".join(text))
     rows = [{"prompt": f"Say {number}.", "completion": f"{number}!"} for number in range(talks)]
     write(root / "conversations" / "talk.jsonl", "".join(json.dumps(row) + "\n" for row in rows))

@@ -23,7 +23,14 @@ from stages.tokenizer import Tokenizer
 from tests.scratch import STAGES, write
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES = ["model.layers=1", "model.heads=2", "model.kv_heads=1", "model.dim=16", "model.ffn=16", "model.context=32"]
+SIZES = [
+    "model.layers=1",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.dim=16",
+    "model.ffn=16",
+    "model.context=32",
+]
 LENGTHS = [f"{stage}.{key}" for stage in ("pretrain", "sft")
            for key in ("steps=4", "micro_batch=2", "warmup_steps=1", "checkpoint_every=2")]  # fmt: skip
 TINY = ["corpus=local", "conversations=local", "train_bpe.vocab_size=300", *SIZES, *LENGTHS, "eval.max_tokens=4",
@@ -51,7 +58,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("whole")
     params.write(root, compose(ROOT, TINY))
     write(root / "dvc.yaml", "")
-    write(root / "texts" / "fox.txt", "".join(f"{n} quick brown foxes and {n * n} lazy dogs.\n" for n in range(300)))
+    write(
+        root / "texts" / "fox.txt",
+        "".join(f"{n} quick brown foxes and {n * n} lazy dogs.\n" for n in range(300)),
+    )
     talk = [{"prompt": f"Say {n}.", "completion": f"{n}!"} for n in range(100)]
     write(root / "conversations" / "talk.jsonl", "".join(json.dumps(row) + "\n" for row in talk))
     with pytest.MonkeyPatch.context() as patch:
@@ -167,7 +177,7 @@ FAULTS: dict[str, tuple[str, Spoil | None, list[str], str]] = {
     "foreign checkpoint, eval": ("eval", other_tokenizer, [], "checkpoint: trained with the tokenizer .*here is .*; use that"),
     # Training.
     "long conversations": (
-        "sft", long_talk, [], "no conversation is left of 1: 1 are longer than model.context = 32.* or sft.too_long: cut",
+        "sft", long_talk, [], "no conversation is left of 1: 1 are longer than model.context = 32.* or sft.overflow: truncate",
     ),
     "not finite": (
         "pretrain", None, ["pretrain.lr=1e30"],
@@ -193,7 +203,11 @@ FAULTS: dict[str, tuple[str, Spoil | None, list[str], str]] = {
 # A traceback, a message that leaves its reader to search, or exit code 0, which DVC takes for success.
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_line_says_what_is_wrong(
-    whole: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    whole: Path,
+    tmp_path: Path,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     stage, spoil, argv, message = FAULTS[fault]
     if fault.startswith("full") and not Path("/dev/full").exists():

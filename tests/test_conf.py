@@ -11,15 +11,23 @@ from stages.params import text
 from stages.settings import validate
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUPS = sorted(path.name for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "experiment")
+GROUPS = sorted(
+    path.name for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "experiment"
+)
 FILES = [(group, path.stem) for group in GROUPS for path in sorted((ROOT / "conf" / group).glob("*.yaml"))]
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
 
 # `dvc repro` never looks at conf/: after an edit there it would go on with the old params.yaml and say nothing.
 def test_params_yaml_is_the_composition() -> None:
-    committed = ["git", "show", "HEAD:params.yaml"]  # not the file itself, which every `dvc exp run` writes anew
-    params = subprocess.run(committed, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True).stdout
+    committed = [
+        "git",
+        "show",
+        "HEAD:params.yaml",
+    ]  # not the file itself, which every `dvc exp run` writes anew
+    params = subprocess.run(
+        committed, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True
+    ).stdout
     assert params == text(compose(ROOT, []))
 
 
@@ -28,7 +36,9 @@ def test_params_yaml_is_what_dvc_writes(tmp_path: Path) -> None:
     from dvc.utils.hydra import compose_and_dump
 
     compose_and_dump(tmp_path / "params.yaml", str(ROOT / "conf"), None, "config", "", ["+experiment=smoke"])
-    assert (tmp_path / "params.yaml").read_text(encoding="utf-8") == text(compose(ROOT, ["+experiment=smoke"]))
+    assert (tmp_path / "params.yaml").read_text(encoding="utf-8") == text(
+        compose(ROOT, ["+experiment=smoke"])
+    )
 
 
 # A file of a group that nobody ran since a key was renamed fails only when somebody chooses it.
@@ -67,7 +77,9 @@ def test_models_have_their_size(model: str, vocab_size: int, parameters: int) ->
 
 
 # A key without a comment leaves its unit and range to guessing.
-@pytest.mark.parametrize("path", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "conf").rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
 def test_files_explain_themselves(path: Path) -> None:
     assert re.match(r"(# @package _global_\n)?# \w", path.read_text(encoding="utf-8"))
     if path.parent.name in ("experiment", "corpus", "conversations", "kept") or path.stem == "config":

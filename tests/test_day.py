@@ -110,7 +110,9 @@ def test_a_day_with_own_text(day: Copy) -> None:
     assert "pretrain" in train(repo, "exp", "run")  # and back
     assert trained_on(repo) == texts(repo) and "anna the third" in texts(repo)
 
-    write(anna, story("anna the second", 60))  # the older text again: out of the run cache, and it is that text
+    write(
+        anna, story("anna the second", 60)
+    )  # the older text again: out of the run cache, and it is that text
     assert train(repo) == []
     assert trained_on(repo) == changed
 
@@ -123,7 +125,9 @@ def test_a_day_with_own_text(day: Copy) -> None:
     assert trained_on(repo) == texts(repo) and "anna the fourth" in texts(repo)
     repo.git("stash", "drop", "--quiet")
 
-    repo.run(python, "-m", "stages.params", "--write", "pretrain.steps=5", "train_bpe.vocab_size=310")  # kept ...
+    repo.run(
+        python, "-m", "stages.params", "--write", "pretrain.steps=5", "train_bpe.vocab_size=310"
+    )  # kept ...
     assert "pretrain" in train(repo, "exp", "run", "-S", "sft.steps=2")  # ... also here
     now = params(repo)
     assert (now["pretrain"]["steps"], now["train_bpe"]["vocab_size"], now["sft"]["steps"]) == (5, 310, 2)
@@ -135,17 +139,29 @@ def test_own_chats(day: Copy) -> None:
     repo, folder = day, day.root / "conversations"
     rmtree(folder)
     rows: list[dict[str, Any]] = [{"prompt": f"Ask {n}?", "completion": f"Say {n}."} for n in range(40)]
-    rows += [{"conversations": [{"from": "human", "value": f"hi {n}"}, {"from": "gpt", "value": f"ho {n}"}]} for n in range(40)]
-    bad = [{"prompt": "no answer"}, {"messages": [{"role": "king", "content": "x"}]}, {"messages": 7}, {"other": 1}]
+    rows += [
+        {"conversations": [{"from": "human", "value": f"hi {n}"}, {"from": "gpt", "value": f"ho {n}"}]}
+        for n in range(40)
+    ]
+    bad = [
+        {"prompt": "no answer"},
+        {"messages": [{"role": "king", "content": "x"}]},
+        {"messages": 7},
+        {"other": 1},
+    ]
     write(folder / "talk.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, *bad]))
     items = [{"instruction": f"Do {n}", "input": "", "output": f"Done {n}" if n else " "} for n in range(40)]
     write(folder / "alpaca_data.json", json.dumps(items))
     assert "sft" in train(repo)
     assert len(conversations(repo)) == 40 + 40 + 39
-    left_out = json.loads((repo.root / "data/download/manifest.json").read_text(encoding="utf-8"))["conversations"]["left_out"]
+    left_out = json.loads((repo.root / "data/download/manifest.json").read_text(encoding="utf-8"))[
+        "conversations"
+    ]["left_out"]
     assert (left_out["bad_rows"], left_out["empty"]) == (4, 1)
 
-    write(folder / "talk.jsonl", "".join(json.dumps(row) + "\n" for row in rows[:50]))  # a change is noticed here too
+    write(
+        folder / "talk.jsonl", "".join(json.dumps(row) + "\n" for row in rows[:50])
+    )  # a change is noticed here too
     assert "download" in train(repo)
     assert len(conversations(repo)) == 50 + 39
 
@@ -154,10 +170,25 @@ def test_own_chats(day: Copy) -> None:
 def test_go_on_training_and_talk(day: Copy) -> None:
     repo = day
     copytree(repo.root / "data/pretrain/checkpoint", repo.root / "models" / "first")
-    assert train(repo, "exp", "run", "-S", "pretrain.init_from=models/first", "-S", "pretrain.seed=2")[0] == "pretrain"
+    assert (
+        train(repo, "exp", "run", "-S", "pretrain.init_from=models/first", "-S", "pretrain.seed=2")[0]
+        == "pretrain"
+    )
     assert params(repo)["pretrain"]["init_from"] == "models/first"
     assert trained_on(repo) == texts(repo)
-    command = [sys.executable, "-m", "stages.chat", "--system", "Say no.", "--prompt", "hi 1", "--max-tokens", "3", "--seed", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "stages.chat",
+        "--system",
+        "Say no.",
+        "--prompt",
+        "hi 1",
+        "--max-tokens",
+        "3",
+        "--seed",
+        "1",
+    ]
     repo.run(*command)
 
 
@@ -165,12 +196,21 @@ def test_go_on_training_and_talk(day: Copy) -> None:
 def test_a_taken_tokenizer_and_a_dataset_folder_are_watched(day: Copy) -> None:
     repo = day
     hub = "name: hub\nlocal_path: sets/own\nsources:\n  - {kind: hf, dataset: sets/own, split: train}\n"
-    write(repo.root / "conf" / "corpus" / "hub.yaml", f"# A dataset's folder.\n{hub}validation: {{fraction: 0.2}}\n")
-    parquet, taken = repo.root / "sets" / "own" / "train-00000.parquet", repo.root / "words" / "tokenizer.json"
+    write(
+        repo.root / "conf" / "corpus" / "hub.yaml",
+        f"# A dataset's folder.\n{hub}validation: {{fraction: 0.2}}\n",
+    )
+    parquet, taken = (
+        repo.root / "sets" / "own" / "train-00000.parquet",
+        repo.root / "words" / "tokenizer.json",
+    )
 
     def make(word: str) -> None:
         parquet.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"text": f"{word} {number} and so on, for a while, to fill the line. " * 4} for number in range(200)]
+        rows = [
+            {"text": f"{word} {number} and so on, for a while, to fill the line. " * 4}
+            for number in range(200)
+        ]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
 
     def learn(word: str) -> None:
@@ -179,7 +219,16 @@ def test_a_taken_tokenizer_and_a_dataset_folder_are_watched(day: Copy) -> None:
 
     make("first")
     learn("first")
-    run = ["exp", "run", "-S", "kept=none", "-S", "corpus=hub", "-S", "train_bpe.take=words/tokenizer.json"]
+    run = [
+        "exp",
+        "run",
+        "-S",
+        "kept=none",
+        "-S",
+        "corpus=hub",
+        "-S",
+        "train_bpe.pretrained=words/tokenizer.json",
+    ]
     assert train(repo, *run)[:3] == ["download", "train_bpe", "shard"]
     assert "first 7 and so on" in trained_on(repo)
     make("second")
@@ -199,4 +248,7 @@ def test_text_outside_the_watched_folder(day: Copy, tmp_path: Path) -> None:
     write(tmp_path / "away.txt", story("away", 50))
     sources = f"corpus.sources=[{{kind: local, files: ['{tmp_path}/*.txt']}}]"
     done = day.fail(sys.executable, "-m", "stages.download", "corpus=local", sources)
-    assert f"lies outside corpus.local_path = texts, where DVC looks for changes: set corpus.local_path={tmp_path}" in done
+    assert (
+        f"lies outside corpus.local_path = texts, where DVC looks for changes: set corpus.local_path={tmp_path}"
+        in done
+    )

@@ -75,7 +75,10 @@ def test_second_repro_does_nothing(repo: Copy) -> None:
 # Of the outputs git keeps what dvc.yaml marks `cache: false`, and nothing else: no weights, no data.
 def test_git_keeps_metrics_and_curves_alone(repo: Copy) -> None:
     kept = {f"data/{stage}/curves/{name}.csv" for stage in ("pretrain", "sft") for name in ("train", "val")}
-    assert set(repo.git("ls-files", "data").split()) == kept | {"data/eval/metrics.json", "data/eval/heads.csv"}
+    assert set(repo.git("ls-files", "data").split()) == kept | {
+        "data/eval/metrics.json",
+        "data/eval/heads.csv",
+    }
 
 
 # An out that holds a time differs from run to run: after `git checkout .` the lock names one that is in no cache, and minutes
@@ -116,7 +119,9 @@ def test_sft_parameter_reruns_sft_and_eval_and_goes_back_for_nothing(repo: Copy)
 # `dvc exp run -S` composes conf/: a group is chosen, a value set, an experiment added, in any order; and a model of other
 # parts trains. The experiment's five steps and the model's two layers show that none overwrote another.
 def test_exp_run_composes_groups_values_and_experiments(repo: Copy) -> None:
-    output = repo.dvc("exp", "run", "-S", "model.layers=2", "-S", "model=gpt2_124m", "-S", "+experiment=longer")
+    output = repo.dvc(
+        "exp", "run", "-S", "model.layers=2", "-S", "model=gpt2_124m", "-S", "+experiment=longer"
+    )
     assert stages_run(output) == ["pretrain", "sft", "eval"]
     model = params(repo)["model"]
     assert (model["layers"], model["norm"], model["tied_head"], model["dim"]) == (2, "layernorm", True, 16)
@@ -196,7 +201,9 @@ def test_ctrl_c_saves_and_leaves_the_stage_unfinished(repo: Copy) -> None:
         rest = first.communicate(timeout=60)[0]
     saved = int(rest.partition("interrupted: step ")[2].split()[0])
     assert 37 <= saved < 1500 and first.returncode != 0
-    assert re.search("failed to reproduce 'pretrain': .* exited with (130|-2)$", rest, re.MULTILINE)  # -2: the shell as well
+    assert re.search(
+        "failed to reproduce 'pretrain': .* exited with (130|-2)$", rest, re.MULTILINE
+    )  # -2: the shell as well
     assert "pretrain" in changed(repo)
     again = repo.dvc("repro")
     assert f"resumed at step {saved} " in again and stages_run(again) == ["pretrain", "sft", "eval"]
@@ -214,9 +221,14 @@ def test_a_second_run_is_refused_or_waits(repo: Copy) -> None:
             read_until(by_hand, "pretrain: waiting for pretrain (process ")
             first.kill()
             first.wait()
-            with start(repo, DVC, "repro") as anew:  # of the stage that goes on without its dvc, and of the one by hand
+            with start(
+                repo, DVC, "repro"
+            ) as anew:  # of the stage that goes on without its dvc, and of the one by hand
                 read_until(anew, "pretrain: waiting for pretrain (process ")
-                assert "was started while this one waited" in by_hand.communicate(timeout=60)[0] and by_hand.returncode == 1
+                assert (
+                    "was started while this one waited" in by_hand.communicate(timeout=60)[0]
+                    and by_hand.returncode == 1
+                )
                 assert "resumed at step 1500 " in anew.communicate(timeout=60)[0] and anew.returncode == 0
 
 
@@ -229,7 +241,9 @@ def test_a_second_run_is_refused_or_waits(repo: Copy) -> None:
         (".dvc/tmp/rwlock", '{"write": {', "Unable to read RWLock-file '.dvc/tmp/rwlock'"),
     ],
 )
-def test_half_written_by_dvc_is_named_and_can_be_deleted(repo: Copy, name: str, content: str, message: str) -> None:
+def test_half_written_by_dvc_is_named_and_can_be_deleted(
+    repo: Copy, name: str, content: str, message: str
+) -> None:
     (repo.root / name).write_text(content, encoding="utf-8")
     with start(repo, DVC, "repro") as refused:
         output = refused.communicate(timeout=60)[0]
@@ -254,7 +268,13 @@ def test_stage_from_another_folder_is_one_line(repo: Copy) -> None:
     environment = {**repo.environment, "PYTHONPATH": str(repo.root)}
     command = [sys.executable, "-m", "stages.shard"]
     done = subprocess.run(
-        command, cwd=repo.root / "conf", env=environment, capture_output=True, text=True, encoding="utf-8", check=False
+        command,
+        cwd=repo.root / "conf",
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
     )
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1

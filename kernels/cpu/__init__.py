@@ -61,7 +61,9 @@ class CpuOps:
     def __init__(self, dtype: type[np.floating[Any]] = np.float32, threads: int = 0) -> None:
         available = numba.config.NUMBA_NUM_THREADS
         if not 0 <= threads <= available:
-            raise ValueError(f"runtime.threads: expected 0 (all) to {available} on this machine, got {threads}")
+            raise ValueError(
+                f"runtime.threads: expected 0 (all) to {available} on this machine, got {threads}"
+            )
         self.dtype = self.storage = np.dtype(dtype)
         self.threads = threads or available
         numba.set_num_threads(self.threads)

@@ -58,7 +58,17 @@ def adamw(
     clip = min(1.0, grad_clip / float(grad_norm)) if grad_clip > 0 and grad_norm > 0 else 1.0
     correction1, correction2 = 1 - beta1 ** int(step), 1 - beta2 ** int(step)
     scalars = np.array(
-        [clip, beta1, 1 - beta1, beta2, 1 - beta2, lr / correction1, 1 / correction2, eps, 1 - lr * weight_decay],
+        [
+            clip,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            lr / correction1,
+            1 / correction2,
+            eps,
+            1 - lr * weight_decay,
+        ],
         params.dtype,
     )
     _update(params, exp_avg, exp_avg_sq, grads, flags, scalars)

@@ -13,7 +13,9 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def cross_entropy_forward(nll: Array, correct: Flags, logits: Array, targets: Ids, *, vocab_size: int) -> None:
+def cross_entropy_forward(
+    nll: Array, correct: Flags, logits: Array, targets: Ids, *, vocab_size: int
+) -> None:
     """Negative log-likelihood of each target, in nats, and whether it is the likeliest token.
 
         nll = log sum_v exp(logits[v]) - logits[target]
@@ -41,7 +43,9 @@ def _forward(nll, correct, logits, targets, vocab_size):  # type: ignore[no-unty
         correct[row] = target == largest
 
 
-def cross_entropy_backward(dlogits: Array, nll: Array, targets: Ids, weight: Array, *, vocab_size: int) -> None:
+def cross_entropy_backward(
+    dlogits: Array, nll: Array, targets: Ids, weight: Array, *, vocab_size: int
+) -> None:
     """The loss and its gradient together and in place, so that the logits are read once and no second array is held.
 
         dlogits[v] = weight * (exp(logits[v]) / sum_u exp(logits[u]) - [v is the target])

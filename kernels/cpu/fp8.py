@@ -12,8 +12,14 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-MANTISSA, LOWEST, LARGEST = 3, -6, np.float32(448)  # bits; exponent of the smallest normal number; the largest number
-TOP = np.float32(112)  # to what a scale brings the largest magnitude: the next update's may be four times as large
+MANTISSA, LOWEST, LARGEST = (
+    3,
+    -6,
+    np.float32(448),
+)  # bits; exponent of the smallest normal number; the largest number
+TOP = np.float32(
+    112
+)  # to what a scale brings the largest magnitude: the next update's may be four times as large
 # A largest magnitude below this is taken as this, so that a matrix of zeros has a factor, and a factor an inverse.
 SMALLEST = np.float32(2.0**-100)
 
@@ -69,7 +75,11 @@ def _scale(largest: Any) -> Any:
 def _encoded(values: Array) -> Array:
     """The codes of fp32 numbers: they count the numbers of one sign in order, from 0."""
     magnitude = np.minimum(np.abs(values), LARGEST)
-    exponent = np.frexp(np.maximum(magnitude, 2.0**LOWEST))[1] - 1  # below 2^LOWEST numbers lie as close as above
-    steps = np.rint(np.ldexp(magnitude, MANTISSA - exponent))  # 2^(MANTISSA + 1) of them are the next exponent's first number
+    exponent = (
+        np.frexp(np.maximum(magnitude, 2.0**LOWEST))[1] - 1
+    )  # below 2^LOWEST numbers lie as close as above
+    steps = np.rint(
+        np.ldexp(magnitude, MANTISSA - exponent)
+    )  # 2^(MANTISSA + 1) of them are the next exponent's first number
     code = np.where(np.isnan(values), 127, steps + (exponent - LOWEST) * 2**MANTISSA)
     return code.astype(np.uint8) | np.signbit(values).astype(np.uint8) << 7

@@ -52,7 +52,9 @@ try:
 except OSError as error:
     _UNWRITABLE = error.strerror
 if _UNWRITABLE:  # Numba would say so in the middle of an import
-    sys.exit(f"error: {_FOLDER} is to keep compiled loops: {_UNWRITABLE}; set NANOEULER_CACHE to a folder that can be written")
+    sys.exit(
+        f"error: {_FOLDER} is to keep compiled loops: {_UNWRITABLE}; set NANOEULER_CACHE to a folder that can be written"
+    )
 numba.config.CACHE_DIR = str(_FOLDER)
 # OpenMP's first thread is the caller; of workqueue, where there is no OpenMP library, all have to be woken for each loop, now and
 # then two of them on one core.

@@ -53,7 +53,14 @@ def _forward(residual_out, out, mean, rstd, residual, branch, weight, bias, eps,
 
 
 def layernorm_backward(
-    dinp: Array, dweight: Array, dbias: Array, dout: Array, inp: Array, weight: Array, mean: Array, rstd: Array
+    dinp: Array,
+    dweight: Array,
+    dbias: Array,
+    dout: Array,
+    inp: Array,
+    weight: Array,
+    mean: Array,
+    rstd: Array,
 ) -> None:
     """Gradient of LayerNorm. With xhat = (inp - mean) * rstd and g = dout * weight:
 

@@ -42,7 +42,14 @@ def matmul_forward(out: Array, inp: Array, weight: Array, bias: Array | None = N
 
 
 def matmul_backward(
-    dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, *, add_dinp: bool = False, add_dweight: bool = True
+    dinp: Array,
+    dweight: Array,
+    dout: Array,
+    inp: Array,
+    weight: Array,
+    *,
+    add_dinp: bool = False,
+    add_dweight: bool = True,
 ) -> None:
     """Gradient of the product.
 

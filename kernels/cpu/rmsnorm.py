@@ -42,7 +42,9 @@ def _forward(out, rstd, inp, weight, eps):  # type: ignore[no-untyped-def]
             out[row, i] = inp[row, i] * r * weight[i]
 
 
-def rmsnorm_backward(dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, rstd: Array) -> None:
+def rmsnorm_backward(
+    dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, rstd: Array
+) -> None:
     """Gradient of RMSNorm. With xhat = inp * rstd and g = dout * weight:
 
         dinp     = rstd * (g - xhat * mean(g * xhat))

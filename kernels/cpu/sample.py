@@ -36,7 +36,11 @@ def sample(
     """
     for row, number in enumerate(uniform):
         values = logits[row, :vocab_size]
-        out[row] = _draw(values, number.view(np.uint64), temperature, top_k, top_p) if temperature else values.argmax()
+        out[row] = (
+            _draw(values, number.view(np.uint64), temperature, top_k, top_p)
+            if temperature
+            else values.argmax()
+        )
 
 
 def suppress_tokens(logits: Array, ids: Ids) -> None:
@@ -51,7 +55,9 @@ def _draw(logits, number, temperature, top_k, top_p):  # type: ignore[no-untyped
         ids = ids[np.argsort(-logits[ids], kind="mergesort")]  # stable, as ids rise
         weights = np.exp((logits[ids].astype(np.float64) - logits[ids[0]]) / temperature)
         target, total, kept = top_p * weights.sum(), 0.0, 0
-        while kept < ids.size and total < target:  # ends just past the first at which the sum reaches the target
+        while (
+            kept < ids.size and total < target
+        ):  # ends just past the first at which the sum reaches the target
             total += weights[kept]
             kept += 1
         ids = ids[:kept]

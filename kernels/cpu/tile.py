@@ -53,7 +53,11 @@ def _emit(rows: int, vectors: int, context: Any, builder: Any, array_types: Any,
     """Write a tile's instructions: the sums from c or zero, a loop over k, the sums to c."""
     c, a, b = (context.make_array(t)(context, builder, x) for t, x in zip(array_types, args[:3], strict=True))
     dtype = array_types[0].dtype
-    element, index, itemsize = context.get_value_type(dtype), context.get_value_type(types.intp), dtype.bitwidth // 8
+    element, index, itemsize = (
+        context.get_value_type(dtype),
+        context.get_value_type(types.intp),
+        dtype.bitwidth // 8,
+    )
     vector = ir.VectorType(element, VECTOR_BYTES // itemsize)
     (c_row, _), (a_row, a_column), (b_row, _) = (cgutils.unpack_tuple(builder, x.strides) for x in (c, a, b))
     depth = cgutils.unpack_tuple(builder, a.shape)[1]
@@ -76,7 +80,9 @@ def _emit(rows: int, vectors: int, context: Any, builder: Any, array_types: Any,
     a_rows = [at(a_start, builder.mul(r, a_row)) for r in row]
     c_rows = [at(c_start, builder.mul(r, c_row), left) for r in row]
     c_tile = [[of(at(x, constant(v * VECTOR_BYTES)), vector) for v in range(vectors)] for x in c_rows]
-    sums = [[cgutils.alloca_once(builder, vector) for _ in range(vectors)] for _ in range(rows)]  # become registers
+    sums = [
+        [cgutils.alloca_once(builder, vector) for _ in range(vectors)] for _ in range(rows)
+    ]  # become registers
     pairs = [(c_tile[r][v], sums[r][v]) for r in range(rows) for v in range(vectors)]
     with builder.if_else(args[5]) as (adding, overwriting):
         with adding:
@@ -86,13 +92,23 @@ def _emit(rows: int, vectors: int, context: Any, builder: Any, array_types: Any,
             for _, register in pairs:
                 builder.store(ir.Constant(vector, None), register)
     fma_type = ir.FunctionType(vector, [vector] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{vector.count}f{dtype.bitwidth}")
-    lane0, all_lanes = ir.Constant(ir.IntType(32), 0), ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None)
+    fma = cgutils.get_or_insert_function(
+        builder.module, fma_type, f"llvm.fma.v{vector.count}f{dtype.bitwidth}"
+    )
+    lane0, all_lanes = (
+        ir.Constant(ir.IntType(32), 0),
+        ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None),
+    )
     with cgutils.for_range(builder, depth) as loop:
         b_term = at(b_start, builder.mul(loop.index, b_row), left)
-        shared = [builder.load(of(at(b_term, constant(v * VECTOR_BYTES)), vector), align=itemsize) for v in range(vectors)]
+        shared = [
+            builder.load(of(at(b_term, constant(v * VECTOR_BYTES)), vector), align=itemsize)
+            for v in range(vectors)
+        ]
         for r in range(rows):
-            single = builder.load(of(at(a_rows[r], builder.mul(loop.index, a_column)), element), align=itemsize)
+            single = builder.load(
+                of(at(a_rows[r], builder.mul(loop.index, a_column)), element), align=itemsize
+            )
             single = builder.insert_element(ir.Constant(vector, ir.Undefined), single, lane0)
             factor = builder.shuffle_vector(single, single, all_lanes)
             for v in range(vectors):

@@ -73,7 +73,10 @@ class CudaOps(Device):
     rmsnorm_forward, rmsnorm_backward = rmsnorm_forward, rmsnorm_backward
     residual_rmsnorm_forward, residual_rmsnorm_backward = residual_rmsnorm_forward, residual_rmsnorm_backward
     layernorm_forward, layernorm_backward = layernorm_forward, layernorm_backward
-    residual_layernorm_forward, residual_layernorm_backward = residual_layernorm_forward, residual_layernorm_backward
+    residual_layernorm_forward, residual_layernorm_backward = (
+        residual_layernorm_forward,
+        residual_layernorm_backward,
+    )
     matmul_forward, matmul_backward = matmul_forward, matmul_backward
     matmul_gelu_forward, matmul_gelu_backward = matmul_gelu_forward, matmul_gelu_backward
     bias_forward, bias_backward = bias_forward, bias_backward
@@ -94,13 +97,19 @@ class CudaOps(Device):
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
-        self.fp8 = numerics.precision == "fp8"  # products whose weight is an fp8_weight; all else is as with bf16
+        self.fp8 = (
+            numerics.precision == "fp8"
+        )  # products whose weight is an fp8_weight; all else is as with bf16
         if self.fp8 and int(self.arch[3:]) < FP8_ARCH:
             raise ValueError(
                 f"numerics.precision: fp8 needs a GPU of sm_{FP8_ARCH} or later, {self.model} is {self.arch}; set it to bf16"
             )
         self.precision = "bf16" if self.fp8 else numerics.precision
-        self.matmul, self.attention, self.deterministic = numerics.matmul, numerics.attention, numerics.deterministic
+        self.matmul, self.attention, self.deterministic = (
+            numerics.matmul,
+            numerics.attention,
+            numerics.deterministic,
+        )
         self.storage = BF16 if self.precision == "bf16" else FLOAT
 
     def measure(self, measuring: bool) -> None:
@@ -139,13 +148,21 @@ class CudaOps(Device):
                 )
         needs = (
             cublaslt.WORKSPACE_BYTES,
-            attention_workspace_bytes(self, self.storage, -(-rows // c.context), c.context, c.heads, c.kv_heads, c.head_dim),
+            attention_workspace_bytes(
+                self, self.storage, -(-rows // c.context), c.context, c.heads, c.kv_heads, c.head_dim
+            ),
             4 * rows * c.heads * (2 + c.head_dim),  # the shares of cached attention, where all rows are new
-            3 * 4 * c.dim * 8 * self.processors,  # partial sums of a norm's two gradients and of a bias before it
+            3
+            * 4
+            * c.dim
+            * 8
+            * self.processors,  # partial sums of a norm's two gradients and of a bias before it
             4 * (widest + 256) * 2 * self.processors,  # and of a bias's
             4 * c.ffn * 4 * -(-rows // 128),  # and of one's whose GELU a product takes along
             *(matmul_fp8.workspace_bytes(rows, *linear) for linear in linears),
-            4 * (chunks * c.padded_vocab + 3) + 16 * c.padded_vocab + 4 * rows,  # the embedding's lists of rows
+            4 * (chunks * c.padded_vocab + 3)
+            + 16 * c.padded_vocab
+            + 4 * rows,  # the embedding's lists of rows
             4 * (chunks * c.context + 3) + 16 * c.context + 4 * rows,
         )
         return max(needs) + 16 * 256

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(256)
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(512, 2) bias_backward(float* partial, const T* dout, int rows, int columns) {
     constexpr int WARPS = 16, UNDER_WAY = 8;  // a block's, and vectors that a thread waits for at once; not tuned
-    __shared__ float of_warp[WARPS][WARP * SIZE];
+    __shared__ float warp_partials[WARPS][WARP * SIZE];
     const int first = blockIdx.x * WARP * SIZE, column = first + threadIdx.x * SIZE, step = gridDim.y * WARPS;
     float sum[SIZE] = {};
     if (column < columns)
@@ -44,12 +44,12 @@ __global__ void __launch_bounds__(512, 2) bias_backward(float* partial, const T*
                 for (int j = 0; j < SIZE; j++) sum[j] += d[i](j);
         }
 #pragma unroll
-    for (int j = 0; j < SIZE; j++) of_warp[threadIdx.y][threadIdx.x * SIZE + j] = sum[j];
+    for (int j = 0; j < SIZE; j++) warp_partials[threadIdx.y][threadIdx.x * SIZE + j] = sum[j];
     __syncthreads();  // the warps' sums, written above, are read below by all
     for (int i = threadIdx.y * WARP + threadIdx.x; i < WARP * SIZE && first + i < columns; i += WARPS * WARP) {
         float total = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) total += of_warp[warp][i];
+        for (int warp = 0; warp < WARPS; warp++) total += warp_partials[warp][i];
         partial[(long long)blockIdx.y * columns + first + i] = total;
     }
 }

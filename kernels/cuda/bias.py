@@ -35,6 +35,13 @@ def bias_backward(device: Device, dbias: Array, dout: Array) -> None:
     down = min(-(-rows // _LEAST_ROWS), max(1, _BLOCKS_A_PROCESSOR * device.processors // across))
     (partial,) = device.workspace(((1, down, columns), FLOAT))
     device.launch(
-        _BACKWARD, (dout.dtype, size), (across, down), (32, _WARPS), partial=partial, dout=dout, rows=rows, columns=columns
+        _BACKWARD,
+        (dout.dtype, size),
+        (across, down),
+        (32, _WARPS),
+        partial=partial,
+        dout=dout,
+        rows=rows,
+        columns=columns,
     )
     add_rows(device, partial, dbias)

@@ -69,20 +69,20 @@ __global__ void __launch_bounds__(MAX_BLOCK)
 // hold: whether the row is held in dynamic shared memory, of as many bytes.
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(MAX_BLOCK)
-    cross_entropy_backward(T* dlogits, float* nll, const int* targets, const float* weight, int width, int vocab_size, bool hold) {
+    cross_entropy_backward(T* dlogits, float* nll, const int* targets, const float* weight, int width, int vocab_size, bool warpgroup_fence_operand) {
     extern __shared__ uint4 shared[];
     T* const row = dlogits + (long long)blockIdx.x * width;
     const T* logits = row;
     if constexpr (SIZE * sizeof(T) == 16)
-        if (hold) {
+        if (warpgroup_fence_operand) {
             T* const held = reinterpret_cast<T*>(shared);
-            for (int i = threadIdx.x * SIZE; i < width; i += blockDim.x * SIZE) copy_async(shared_address(held + i), row + i, true);
+            for (int i = threadIdx.x * SIZE; i < width; i += blockDim.x * SIZE) cp_async(shared_address(held + i), row + i, true);
             logits = held;
         }
     const int target = targets[blockIdx.x];
     // Read before the barriers in row_statistics, which separate it from the writes below.
     const float target_logit = to_float(row[target]), row_weight = weight[blockIdx.x];
-    copy_wait();
+    cp_async_wait_all();
     __syncthreads();  // a thread's copies, complete, are read below by others
     const Statistics s = row_statistics<T, SIZE>(logits, vocab_size);
     if (threadIdx.x == 0) nll[blockIdx.x] = logf(s.total) + (s.largest - target_logit);

@@ -10,7 +10,9 @@ _MAX_BLOCK, _VECTORS_A_THREAD = 1024, 2  # not tuned
 _OTHER_SHARED_BYTES = 1280  # of a block: its sums, and what the system keeps
 
 
-def cross_entropy_forward(device: Device, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int) -> None:
+def cross_entropy_forward(
+    device: Device, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int
+) -> None:
     """See kernels.cpu.cross_entropy.cross_entropy_forward.
 
     Cost: reads the logits once.
@@ -23,7 +25,9 @@ def cross_entropy_forward(device: Device, nll: Array, correct: Array, logits: Ar
     )  # fmt: skip
 
 
-def cross_entropy_backward(device: Device, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int) -> None:
+def cross_entropy_backward(
+    device: Device, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int
+) -> None:
     """See kernels.cpu.cross_entropy.cross_entropy_backward.
 
     Cost: reads the logits from memory once, and writes them once; where shared memory does not take two rows (227 KB of it take

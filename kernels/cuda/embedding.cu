@@ -32,7 +32,7 @@ template <int SIZE>
 __global__ void __launch_bounds__(256)
     embedding_forward(float* out, const int* tokens, const int* start, const float* weight, const float* position_weight,
                       unsigned count, unsigned row_vectors, int length) {
-    let_next_start();
+    launch_dependents();
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     const int row = i / row_vectors;
@@ -82,12 +82,12 @@ __global__ void __launch_bounds__(256)
         const int lower = __shfl_up_sync(ALL_LANES, before, offset);  // all lanes are here: none has returned
         if (lane >= offset) before += lower;
     }
-    const int of_warp = __shfl_sync(ALL_LANES, before, WARP - 1);
+    const int warp_partials = __shfl_sync(ALL_LANES, before, WARP - 1);
     before -= total;
     const bool is_short = total > 0 && total <= SHORT, is_long = total > SHORT;
     const unsigned short_lanes = __ballot_sync(ALL_LANES, is_short), long_lanes = __ballot_sync(ALL_LANES, is_long);
     int base = 0;
-    if (lane < 3) base = atomicAdd(taken + lane, lane == 0 ? of_warp : __popc(lane == 1 ? short_lanes : long_lanes));
+    if (lane < 3) base = atomicAdd(taken + lane, lane == 0 ? warp_partials : __popc(lane == 1 ? short_lanes : long_lanes));
     const int rows_base = __shfl_sync(ALL_LANES, base, 0), short_base = __shfl_sync(ALL_LANES, base, 1);
     const int long_base = __shfl_sync(ALL_LANES, base, 2);
     if (total == 0) return;
@@ -158,7 +158,7 @@ template <typename T, int SIZE, int WARPS>
 __global__ void __launch_bounds__(WARP * WARPS)
     embedding_add_long(float* dweight, const T* dout, const int* order, const int* begin, const int* size, const int* long_keys,
                        const int* number, int dim) {
-    __shared__ float of_warp[WARPS][WARP * SIZE];
+    __shared__ float warp_partials[WARPS][WARP * SIZE];
     const int first = blockIdx.y * WARP * SIZE, column = first + threadIdx.x * SIZE;
     const int thread = threadIdx.y * WARP + threadIdx.x;
     const int end = *number;
@@ -167,12 +167,12 @@ __global__ void __launch_bounds__(WARP * WARPS)
         float sum[SIZE] = {};
         if (column < dim) add_list(sum, dout, order + begin[key], threadIdx.y, WARPS, size[key], dim, column);
 #pragma unroll
-        for (int j = 0; j < SIZE; j++) of_warp[threadIdx.y][threadIdx.x * SIZE + j] = sum[j];
+        for (int j = 0; j < SIZE; j++) warp_partials[threadIdx.y][threadIdx.x * SIZE + j] = sum[j];
         __syncthreads();  // the warps' sums, written above, are read below by all
         if (thread < WARP * SIZE && first + thread < dim) {
             float total = 0.0f;
 #pragma unroll
-            for (int warp = 0; warp < WARPS; warp++) total += of_warp[warp][thread];
+            for (int warp = 0; warp < WARPS; warp++) total += warp_partials[warp][thread];
             dweight[(long long)key * dim + first + thread] += total;
         }
         __syncthreads();  // separates these reads from the next key's writes

@@ -17,7 +17,9 @@ _COUNT_KEYS = Kernel("embedding.cu", "embedding_count_keys", ((CHUNK,),))
 _MAKE_LISTS = Kernel("embedding.cu", "embedding_make_lists", ((_SHORT,),))
 _PLACE_ROWS = Kernel("embedding.cu", "embedding_place_rows", ((CHUNK,),))
 _ADD_SHORT = Kernel("embedding.cu", "embedding_add_short", VECTOR_TEMPLATES)
-_ADD_LONG = Kernel("embedding.cu", "embedding_add_long", tuple((*template, _LONG_WARPS) for template in VECTOR_TEMPLATES))
+_ADD_LONG = Kernel(
+    "embedding.cu", "embedding_add_long", tuple((*template, _LONG_WARPS) for template in VECTOR_TEMPLATES)
+)
 
 
 def embedding_forward(
@@ -47,7 +49,9 @@ def embedding_backward(
         _add_by_key(device, dposition_weight, dout, None, start, tokens.shape[1])
 
 
-def _add_by_key(device: Device, dweight: Array, dout: Array, tokens: Array | None, start: Array, length: int) -> None:
+def _add_by_key(
+    device: Device, dweight: Array, dout: Array, tokens: Array | None, start: Array, length: int
+) -> None:
     (rows, dim), keys = dout.shape, dweight.shape[0]
     blocks = -(-rows // CHUNK)
     integers = blocks * keys + 3
@@ -57,7 +61,16 @@ def _add_by_key(device: Device, dweight: Array, dout: Array, tokens: Array | Non
     counts, taken = zeroed[: blocks * keys], zeroed[blocks * keys :]
     device.fill_zero(zeroed)
     device.launch(
-        _COUNT_KEYS, (CHUNK,), blocks, CHUNK, counts=counts, tokens=tokens, start=start, rows=rows, length=length, keys=keys
+        _COUNT_KEYS,
+        (CHUNK,),
+        blocks,
+        CHUNK,
+        counts=counts,
+        tokens=tokens,
+        start=start,
+        rows=rows,
+        length=length,
+        keys=keys,
     )
     device.launch(
         _MAKE_LISTS, (_SHORT,), -(-keys // _BLOCK), _BLOCK,

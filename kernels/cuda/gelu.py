@@ -27,4 +27,6 @@ def _launch(device: Device, kernel: Kernel, **arrays: Any) -> None:
     inp = arrays["inp"]
     size = vector_size(inp.size, *arrays.values())
     count = inp.size // size
-    device.launch(kernel, (inp.dtype, size, _VECTORS), -(-count // (_BLOCK * _VECTORS)), _BLOCK, count=count, **arrays)
+    device.launch(
+        kernel, (inp.dtype, size, _VECTORS), -(-count // (_BLOCK * _VECTORS)), _BLOCK, count=count, **arrays
+    )

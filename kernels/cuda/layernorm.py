@@ -2,7 +2,14 @@
 
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import FLOAT, Array, Kernel
-from kernels.cuda.runtime.rows import BACKWARD, FORWARD, row_launch, row_queue, row_templates, with_branch_bias
+from kernels.cuda.runtime.rows import (
+    BACKWARD,
+    FORWARD,
+    row_launch,
+    row_queue,
+    row_templates,
+    with_branch_bias,
+)
 from kernels.cuda.sum_rows import add_rows
 
 _FORWARD = Kernel("layernorm.cu", "layernorm_forward", row_templates(FORWARD))
@@ -10,7 +17,15 @@ _BACKWARD = Kernel("layernorm.cu", "layernorm_backward", with_branch_bias(row_te
 
 
 def layernorm_forward(
-    device: Device, out: Array, mean: Array, rstd: Array, inp: Array, weight: Array, bias: Array, *, eps: float
+    device: Device,
+    out: Array,
+    mean: Array,
+    rstd: Array,
+    inp: Array,
+    weight: Array,
+    bias: Array,
+    *,
+    eps: float,
 ) -> None:
     """See kernels.cpu.layernorm.layernorm_forward; the stream and the parameters are fp32. A row has at most 8192 elements."""
     _forward(device, None, out, mean, rstd, inp, None, None, weight, bias, eps)
@@ -25,7 +40,15 @@ def residual_layernorm_forward(
 
 
 def layernorm_backward(
-    device: Device, dinp: Array, dweight: Array, dbias: Array, dout: Array, inp: Array, weight: Array, mean: Array, rstd: Array
+    device: Device,
+    dinp: Array,
+    dweight: Array,
+    dbias: Array,
+    dout: Array,
+    inp: Array,
+    weight: Array,
+    mean: Array,
+    rstd: Array,
 ) -> None:
     """See kernels.cpu.layernorm.layernorm_backward. Workspace: at most 16 rows of fp32 a processor."""
     residual_layernorm_backward(device, dinp, dweight, dbias, None, None, dout, inp, weight, mean, rstd)

@@ -37,13 +37,23 @@ def muon(
         one; workspace of 4 bytes a 4,096 elements.
     """
     layers, count, m, n = params.shape
-    size, kind, flat = m * n, (x.dtype,), [array for array in (params, exp_avg, grads, copy) if array is not None]
+    size, kind, flat = (
+        m * n,
+        (x.dtype,),
+        [array for array in (params, exp_avg, grads, copy) if array is not None],
+    )
     (stride,) = {array.strides[0] // array.itemsize for array in flat}
     assert size + _CHUNK < 2**31, f"muon: a matrix of {size} elements"
     grid = (-(-size // _CHUNK), count, layers)
     (partial,) = device.workspace((grid, FLOAT))
     place = {"grad_norm": grad_norm, "size": size, "stride": stride}
-    gradient = {"exp_avg": exp_avg[0], "grads": grads[0], "partial": partial, "momentum": MOMENTUM, "grad_clip": grad_clip}
+    gradient = {
+        "exp_avg": exp_avg[0],
+        "grads": grads[0],
+        "partial": partial,
+        "momentum": MOMENTUM,
+        "grad_clip": grad_clip,
+    }
     device.launch(_MOMENTUM, (), grid, _BLOCK, **gradient, **place)
     device.launch(_BEGIN, kind, grid, _BLOCK, x=x, **gradient, **place)
     for _ in range(ITERATIONS):
@@ -61,5 +71,7 @@ def iterate(device: Device, out: Array, gram: Array, square: Array, x: Array) ->
     multiply(device, gram, x, x, transpose_a=m > n, transpose_b=m <= n)
     multiply(device, square, gram, gram)
     a, b, c = COEFFICIENTS
-    device.launch(_POLYNOMIAL, (x.dtype,), (side, matrices), _BLOCK, square=square, gram=gram, side=side, a=a, b=b, c=c)
+    device.launch(
+        _POLYNOMIAL, (x.dtype,), (side, matrices), _BLOCK, square=square, gram=gram, side=side, a=a, b=b, c=c
+    )
     multiply(device, out, *((x, square) if m > n else (square, x)))

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(512)
             if (column < dim) d.store(dinp + (long long)queue.row * dim + column);
         }
     }
-    float* const of_warp = reinterpret_cast<float*>(shared);
-    store_column_sums<SIZE, VECTORS>(partial, 0, of_warp, dweight, dim);
-    if constexpr (BRANCH_BIAS) store_column_sums<SIZE, VECTORS>(partial, 1, of_warp, dbranch_bias, dim);
+    float* const warp_partials = reinterpret_cast<float*>(shared);
+    store_column_sums<SIZE, VECTORS>(partial, 0, warp_partials, dweight, dim);
+    if constexpr (BRANCH_BIAS) store_column_sums<SIZE, VECTORS>(partial, 1, warp_partials, dbranch_bias, dim);
 }

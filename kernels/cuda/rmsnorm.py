@@ -2,14 +2,23 @@
 
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import FLOAT, Array, Kernel
-from kernels.cuda.runtime.rows import BACKWARD, FORWARD, row_launch, row_queue, row_templates, with_branch_bias
+from kernels.cuda.runtime.rows import (
+    BACKWARD,
+    FORWARD,
+    row_launch,
+    row_queue,
+    row_templates,
+    with_branch_bias,
+)
 from kernels.cuda.sum_rows import add_rows
 
 _FORWARD = Kernel("rmsnorm.cu", "rmsnorm_forward", row_templates(FORWARD))
 _BACKWARD = Kernel("rmsnorm.cu", "rmsnorm_backward", with_branch_bias(row_templates(BACKWARD)))
 
 
-def rmsnorm_forward(device: Device, out: Array, rstd: Array, inp: Array, weight: Array, *, eps: float) -> None:
+def rmsnorm_forward(
+    device: Device, out: Array, rstd: Array, inp: Array, weight: Array, *, eps: float
+) -> None:
     """See kernels.cpu.rmsnorm.rmsnorm_forward; the stream and the weight are fp32. A row has at most 8192 elements."""
     _forward(device, None, out, rstd, inp, None, None, weight, eps)
 

@@ -139,7 +139,7 @@ inline void sort_descending(Code* codes) {
 
 // The sum over threads 0 to this one.
 inline double block_scan(double value) {
-    __shared__ double of_warp[WARP];
+    __shared__ double warp_partials[WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     double sum = value;
 #pragma unroll
@@ -148,10 +148,10 @@ inline double block_scan(double value) {
         if (lane >= offset) sum += before;
     }
     __syncthreads();  // separates these writes from the reads of an earlier call
-    if (lane == WARP - 1) of_warp[warp] = sum;
+    if (lane == WARP - 1) warp_partials[warp] = sum;
     __syncthreads();  // the warps' sums, written above, are read below
     double before = 0.0;
-    for (int i = 0; i < warp; i++) before += of_warp[i];
+    for (int i = 0; i < warp; i++) before += warp_partials[i];
     return before + sum;
 }
 
@@ -205,7 +205,7 @@ inline double gumbel(double number, int id) {
 
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(BLOCK) sample_greedy(int* out, const T* logits, int width, int vocab_size) {
-    wait_for_previous();
+    grid_dependency_wait();
     const Code best = first_of<T, SIZE>(logits + (long long)blockIdx.x * width, vocab_size);
     if (threadIdx.x == 0) out[blockIdx.x] = best == NO_CODE ? 0 : id_of(best);
 }
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(BLOCK)
     sample_draw(int* out, const T* logits, const double* uniform, int width, int vocab_size, double inverse_temperature,
                   int top_k, double top_p) {
     const double number = uniform[blockIdx.x];  // may lie in the host's memory: on its way meanwhile
-    wait_for_previous();
+    grid_dependency_wait();
     const T* row = logits + (long long)blockIdx.x * width;
     constexpr Code FIRST_OF_ALL = ~NO_CODE;
     constexpr double MINUS_INFINITY = -1.0 / 0.0;

@@ -15,7 +15,16 @@ def suppress_tokens(device: Device, logits: Array, ids: Array) -> None:
     """See kernels.cpu.sample.suppress_tokens."""
     rows, width = logits.shape
     blocks = (-(-ids.size // _SUPPRESS_BLOCK), rows)
-    device.launch(_SUPPRESS, (logits.dtype,), blocks, _SUPPRESS_BLOCK, logits=logits, ids=ids, width=width, count=ids.size)
+    device.launch(
+        _SUPPRESS,
+        (logits.dtype,),
+        blocks,
+        _SUPPRESS_BLOCK,
+        logits=logits,
+        ids=ids,
+        width=width,
+        count=ids.size,
+    )
 
 
 def sample(
@@ -39,7 +48,9 @@ def sample(
     size = 16 // logits.dtype.itemsize
     template = (logits.dtype, 1 if width % size else size)
     if temperature == 0:
-        device.launch(_GREEDY, template, rows, _BLOCK, out=out, logits=logits, width=width, vocab_size=vocab_size)
+        device.launch(
+            _GREEDY, template, rows, _BLOCK, out=out, logits=logits, width=width, vocab_size=vocab_size
+        )
         return
     device.launch(
         _DRAW, template, rows, _BLOCK,

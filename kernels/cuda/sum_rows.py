@@ -7,7 +7,9 @@ _ADD_ROWS = Kernel("sum_rows.cu", "add_rows", ((),))
 _COLUMNS = 32  # of a block
 
 
-def add_rows(device: Device, partial: Array, out: Array, second: Array | None = None, third: Array | None = None) -> None:
+def add_rows(
+    device: Device, partial: Array, out: Array, second: Array | None = None, third: Array | None = None
+) -> None:
     """out (columns,) += sum over rows of partial[0], of partial (outs, rows, columns), and so on for further ones; all fp32."""
     outs, rows, columns = partial.shape
     device.launch(

@@ -26,5 +26,11 @@ def _launch(device: Device, kernel: Kernel, shape: tuple[int, ...], **arrays: An
     size = vector_size(width, *arrays.values())
     count = rows * width // size
     device.launch(
-        kernel, (arrays["inp"].dtype, size), -(-count // _BLOCK), _BLOCK, count=count, row_vectors=width // size, **arrays
+        kernel,
+        (arrays["inp"].dtype, size),
+        -(-count // _BLOCK),
+        _BLOCK,
+        count=count,
+        row_vectors=width // size,
+        **arrays,
     )

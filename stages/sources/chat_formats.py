@@ -42,7 +42,10 @@ ROLES = {
     **{name: "system" for name in ("system", "developer")},
     **{name: "user" for name in ("user", "human")},
     **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "bot", "model")},
-    **{name: TOOL for name in ("tool", "function", "function_call", "function_response", "observation", "ipython")},
+    **{
+        name: TOOL
+        for name in ("tool", "function", "function_call", "function_response", "observation", "ipython")
+    },
 }
 
 Turn = tuple[str, str]  # role and content
@@ -113,12 +116,16 @@ def read_conversations(
                 left_out.empty += 1
 
 
-def _turns(source: Source, record: Record, max_chars: int | None, left_out: LeftOut) -> Iterator[Sequence[tuple[Any, Any]]]:
+def _turns(
+    source: Source, record: Record, max_chars: int | None, left_out: LeftOut
+) -> Iterator[Sequence[tuple[Any, Any]]]:
     if isinstance(record.value, ValueError):
         left_out.bad_row(record.value)
     elif isinstance(record.value, dict):
         if source.format in ("play", "chatterbot"):
-            raise ValueError(f"{record.where}: the format {source.format} is read from whole texts, not from rows")
+            raise ValueError(
+                f"{record.where}: the format {source.format} is read from whole texts, not from rows"
+            )
         try:
             yield _row_turns(record.value, source.format, record.where)
         except ValueError as error:
@@ -164,7 +171,10 @@ def _listed(value: Any, role: str = "") -> list[tuple[Any, Any]]:
 
 
 def _shape(row: dict[str, Any], where: str) -> str:
-    for there in (lambda key: row.get(key) is not None, row.__contains__):  # a table has every column, empty ones too
+    for there in (
+        lambda key: row.get(key) is not None,
+        row.__contains__,
+    ):  # a table has every column, empty ones too
         for shape, keys in SHAPES.items():
             if all(map(there, keys)):
                 return shape
@@ -177,7 +187,10 @@ def _conversation(turns: Sequence[tuple[Any, Any]], where: str, left_out: LeftOu
     read = [_turn(role, content, where) for role, content in turns]
     spoken = [turn for turn in read if turn[0] != TOOL]
     left_out.tool_messages += len(read) - len(spoken)
-    joined = [(role, "\n\n".join(text for _, text in group)) for role, group in groupby(spoken, key=lambda turn: turn[0])]
+    joined = [
+        (role, "\n\n".join(text for _, text in group))
+        for role, group in groupby(spoken, key=lambda turn: turn[0])
+    ]
     system = joined[:1] if joined and joined[0][0] == "system" else []
     rest = joined[len(system) :]
     if any(role == "system" for role, _ in rest):
@@ -208,7 +221,9 @@ def _turn(role: Any, content: Any, where: str) -> Turn:
     try:
         content.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{where}: a message holds half a character (a lone surrogate), not valid in UTF-8") from None
+        raise ValueError(
+            f"{where}: a message holds half a character (a lone surrogate), not valid in UTF-8"
+        ) from None
     return name, content
 
 
@@ -222,7 +237,9 @@ def _part(part: Any, where: str) -> str:
     raise ValueError(f"{where}: expected parts of the type text, got one of {kind!r:.60}")
 
 
-def play_conversations(markdown: str, max_exchanges: int, max_chars: int | None) -> Iterator[list[tuple[str, str]]]:
+def play_conversations(
+    markdown: str, max_exchanges: int, max_chars: int | None
+) -> Iterator[list[tuple[str, str]]]:
     """Successive speeches of a scene, in turn the user's and the assistant's; names and stage directions are left out.
 
     A conversation is one exchange, or up to max_exchanges while the same two persons speak in turn and all of it is
@@ -237,7 +254,9 @@ def play_conversations(markdown: str, max_exchanges: int, max_chars: int | None)
             start = end - 1
 
 
-def _conversation_end(scene: list[tuple[str, str]], start: int, max_exchanges: int, max_chars: int | None) -> int:
+def _conversation_end(
+    scene: list[tuple[str, str]], start: int, max_exchanges: int, max_chars: int | None
+) -> int:
     """End (exclusive) of the conversation that starts at `start`: one exchange, more while persons and length allow."""
     persons = [speaker for speaker, _ in scene[start : start + 2]]
     chars = [len(words) for _, words in scene]

@@ -35,8 +35,12 @@ class Validation:
     """How the held-out part is chosen: one of the three is set, the others keep their zeros."""
 
     documents: tuple[str, ...] = ()  # globs over the documents' names
-    fraction: float = 0.0  # share in (0, 1), chosen by a hash of the text (conversations: of the first message)
-    tail: float = 0.0  # share in (0, 1) of every document, cut from its end at a line's end; not for conversations
+    fraction: float = (
+        0.0  # share in (0, 1), chosen by a hash of the text (conversations: of the first message)
+    )
+    tail: float = (
+        0.0  # share in (0, 1) of every document, cut from its end at a line's end; not for conversations
+    )
 
     def __post_init__(self) -> None:
         for key in ("fraction", "tail"):
@@ -84,7 +88,11 @@ class Source:
         for spec in fields(self):
             if spec.name in own - set(KINDS[self.kind]) and getattr(self, spec.name) != spec.default:
                 raise ValueError(f"source of kind {self.kind}: the key {spec.name} belongs to another kind")
-        required = {"wheel": ("package", "version", "sha256", "files"), "hf": ("dataset", "split"), "local": ("files",)}
+        required = {
+            "wheel": ("package", "version", "sha256", "files"),
+            "hf": ("dataset", "split"),
+            "local": ("files",),
+        }
         for key in required[self.kind]:
             if not getattr(self, key):
                 raise ValueError(f"source of kind {self.kind}: the key {key} is missing")
@@ -107,14 +115,18 @@ class Source:
         return [*dataset, *([self.wheel] if self.wheel else [])]
 
 
-def _check_section(section: str, sources: Sequence[Source], validation: Validation, formats: Sequence[str]) -> None:
+def _check_section(
+    section: str, sources: Sequence[Source], validation: Validation, formats: Sequence[str]
+) -> None:
     if not sources:
         raise ValueError(f"{section}.sources is empty: name at least one source")
     if len({source.weight is None for source in sources}) > 1:
         raise ValueError(f"{section}.sources: give every source a weight, or none")
     for source in sources:
         if source.format not in formats:
-            raise ValueError(f"{section}.sources: format must be one of {', '.join(formats)}, got {source.format!r}")
+            raise ValueError(
+                f"{section}.sources: format must be one of {', '.join(formats)}, got {source.format!r}"
+            )
         if not (source.validation or validation):
             raise ValueError(f"{section}.validation: set one of documents, fraction and tail")
 
@@ -122,7 +134,9 @@ def _check_section(section: str, sources: Sequence[Source], validation: Validati
 def check_watched(section: str, sources: Sequence[Source], local_path: str) -> None:
     """Raises ValueError where a source reads what DVC does not watch: then a changed file would leave the old text in place."""
     if local_path.startswith("~"):
-        raise ValueError(f"{section}.local_path: DVC does not expand ~: write {Path(local_path).expanduser()}")
+        raise ValueError(
+            f"{section}.local_path: DVC does not expand ~: write {Path(local_path).expanduser()}"
+        )
     watched = os.path.abspath(local_path)
     for path in (path for source in sources for path in source.local_paths()):
         found = os.path.abspath(Path(path).expanduser())
@@ -161,7 +175,9 @@ class Conversations:
         if self.max_chars is not None and self.max_chars < 1:
             raise ValueError(f"conversations.max_chars must be at least 1, got {self.max_chars}")
         if any(validation.tail for validation in (self.validation, *(s.validation for s in self.sources))):
-            raise ValueError("conversations.validation.tail: a conversation has no tail, use fraction or documents")
+            raise ValueError(
+                "conversations.validation.tail: a conversation has no tail, use fraction or documents"
+            )
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,9 @@ def hub_rows(source: Source, columns: Sequence[str]) -> tuple[str | None, Iterat
 
 def _complain(source: Source, error: Exception) -> ValueError:
     reason = " ".join(str(error).split())[:200]
-    return ValueError(f"{source.label}: cannot be read from the hub ({type(error).__name__}: {reason}); {_HINT}")
+    return ValueError(
+        f"{source.label}: cannot be read from the hub ({type(error).__name__}: {reason}); {_HINT}"
+    )
 
 
 def _newest_commit(source: Source) -> str:
@@ -63,7 +65,9 @@ def _open_stream(source: Source, revision: str | None, columns: Sequence[str]) -
     except Exception as error:  # as above
         raise _complain(source, error) from None
     if not set(columns) & set(present):
-        raise ValueError(f"{source.label}: its rows have the keys {sorted(present)}, none of {sorted(columns)}")
+        raise ValueError(
+            f"{source.label}: its rows have the keys {sorted(present)}, none of {sorted(columns)}"
+        )
     return stream.select_columns([column for column in columns if column in present])
 
 
@@ -72,7 +76,9 @@ def _plain_rows(stream: Any) -> Iterator[dict[str, Any]]:
         yield from stream
     except Exception as error:  # as above; the connection may break at any row
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"the hub's stream broke off ({type(error).__name__}: {reason}); run again to go on") from None
+        raise ValueError(
+            f"the hub's stream broke off ({type(error).__name__}: {reason}); run again to go on"
+        ) from None
 
 
 def kept_rows(folder: Path, open_stream: Callable[[], Any]) -> Generator[dict[str, Any], None, None]:

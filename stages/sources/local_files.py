@@ -26,7 +26,9 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         matched = list(_expand(str(Path(pattern).expanduser())))
         if not matched:
-            raise ValueError(f"files: {shown(pattern)}: no such file; paths are relative to the repository's root")
+            raise ValueError(
+                f"files: {shown(pattern)}: no such file; paths are relative to the repository's root"
+            )
         found.update(matched)
     kept: dict[str, Path] = {}
     for path in sorted(found, key=lambda path: (path.is_symlink(), path.as_posix())):
@@ -38,7 +40,10 @@ def tell_undecodable(paths: Sequence[Path]) -> None:
     """Names the files whose names are not UTF-8: DVC, which hashes the folder, ends with an error that names none."""
     for path in paths:
         if "\ufffd" in shown(path) and not str(path).isprintable():
-            print(f"note: {shown(path)}: the name is not UTF-8, so DVC cannot hash its folder; rename it", file=sys.stderr)
+            print(
+                f"note: {shown(path)}: the name is not UTF-8, so DVC cannot hash its folder; rename it",
+                file=sys.stderr,
+            )
 
 
 def shown(name: str | Path) -> str:
@@ -53,7 +58,9 @@ def _expand(pattern: str) -> Iterator[Path]:
     start = Path(*parts[:fixed])
     if fixed == len(parts):
         if start.is_dir():
-            raise ValueError(f"files: {shown(start)} is a folder; write {shown(start / '**' / '*')} for all that is in it")
+            raise ValueError(
+                f"files: {shown(start)} is a folder; write {shown(start / '**' / '*')} for all that is in it"
+            )
         if os.path.lexists(start):
             yield _checked(start)
     elif start.is_dir():
@@ -99,9 +106,13 @@ def _checked(path: Path) -> Path:
     try:
         mode = path.stat().st_mode
     except OSError as error:  # a broken link, or one that leads to itself
-        raise ValueError(f"{shown(path)}: cannot be read: {error.strerror}; remove it or leave it out of files") from None
+        raise ValueError(
+            f"{shown(path)}: cannot be read: {error.strerror}; remove it or leave it out of files"
+        ) from None
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{shown(path)}: a pipe, socket or device, not a file; remove it or leave it out of files")
+        raise ValueError(
+            f"{shown(path)}: a pipe, socket or device, not a file; remove it or leave it out of files"
+        )
     return path
 
 

@@ -17,7 +17,9 @@ from stages.text_files import read_chunks
 _BUFFER_BYTES = 1 << 20  # read of a column at a time
 
 
-def stream_parquet(stream: BinaryIO, name: str, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def stream_parquet(
+    stream: BinaryIO, name: str, columns: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Pairs (place, row) of an open parquet file, each row cut to those of `columns` that the file has.
 
     Raises:
@@ -41,7 +43,14 @@ def stream_parquet(stream: BinaryIO, name: str, columns: Sequence[str]) -> Itera
                 del found  # else held while the next row is read
     except PageError as error:
         raise ValueError(f"{name}: after row {number}: {error}") from None
-    except (pyarrow.ArrowException, OSError, IndexError, RuntimeError, zlib.error, zstandard.ZstdError) as error:
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        IndexError,
+        RuntimeError,
+        zlib.error,
+        zstandard.ZstdError,
+    ) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{name}: damaged, or not a parquet file, after row {number} ({reason})") from None
 
@@ -64,7 +73,9 @@ def _used_columns(names: Sequence[str], name: str, columns: Sequence[str]) -> li
         raise ValueError(f"{name}: two columns are named {twice[0]!r}; rename one of them")
     used = [column for column in columns if column in names]
     if not used:
-        raise ValueError(f"{name}: expected the column {' or '.join(columns)}, got {', '.join(sorted(names)) or 'none'}")
+        raise ValueError(
+            f"{name}: expected the column {' or '.join(columns)}, got {', '.join(sorted(names)) or 'none'}"
+        )
     return used
 
 
@@ -77,4 +88,6 @@ def _value(cell: Any, column: str, where: str) -> Any:
         value = cell.as_py() if hasattr(cell, "as_py") else cell
         return value.decode("utf-8") if isinstance(value, bytes) else value
     except (ValueError, OverflowError, LookupError) as error:  # UnicodeDecodeError is a ValueError
-        raise ValueError(f"{where}: the column {column} holds no text: {' '.join(str(error).split())}") from None
+        raise ValueError(
+            f"{where}: the column {column} holds no text: {' '.join(str(error).split())}"
+        ) from None

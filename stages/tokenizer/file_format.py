@@ -21,7 +21,10 @@ MAX_VOCAB = 65536  # shards hold ids as uint16
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 # The bytes in GPT-2's order, which is also that of their characters, and the character of each.
 BYTE_ORDER = _PRINTABLE + [byte for byte in range(256) if byte not in _PRINTABLE]
-_CHARACTERS = {byte: chr(byte if i < len(_PRINTABLE) else 0x100 + i - len(_PRINTABLE)) for i, byte in enumerate(BYTE_ORDER)}
+_CHARACTERS = {
+    byte: chr(byte if i < len(_PRINTABLE) else 0x100 + i - len(_PRINTABLE))
+    for i, byte in enumerate(BYTE_ORDER)
+}
 _BYTES = {character: byte for byte, character in _CHARACTERS.items()}
 
 # What GPT-2's encoding does not have and a file may set; a file that sets it to anything else means another encoding.
@@ -60,7 +63,9 @@ class Vocabulary:
                 special[name] = len(token_bytes)
                 token_bytes.append(b"")
         if len(token_bytes) > MAX_VOCAB:
-            raise ValueError(f"{where}: expected at most {MAX_VOCAB} tokens (shards hold uint16), got {len(token_bytes)}")
+            raise ValueError(
+                f"{where}: expected at most {MAX_VOCAB} tokens (shards hold uint16), got {len(token_bytes)}"
+            )
         return Vocabulary(token_bytes, self.merges, special)
 
 
@@ -111,12 +116,20 @@ def read_tokenizer_json(path: Path, special_tokens: Sequence[str] = ()) -> Vocab
         raise ValueError(f"{path}: expected model.type BPE, got {model['type']!r}")
     for key, allowed in _MODEL_OPTIONS.items():
         if model.get(key) not in allowed:
-            raise ValueError(f"{path}: expected model.{key} {json.dumps(allowed[-1])}, got {json.dumps(model[key])}")
+            raise ValueError(
+                f"{path}: expected model.{key} {json.dumps(allowed[-1])}, got {json.dumps(model[key])}"
+            )
     if content.get("normalizer") is not None:
         raise ValueError(f"{path}: expected normalizer null, got {_short(content['normalizer'])}")
     splitter = _field(path, content, "pre_tokenizer", dict)
-    if (splitter.get("type"), splitter.get("add_prefix_space"), splitter.get("use_regex", True)) != ("ByteLevel", False, True):
-        expected = 'expected pre_tokenizer {"type": "ByteLevel", "add_prefix_space": false, "use_regex": true}'
+    if (splitter.get("type"), splitter.get("add_prefix_space"), splitter.get("use_regex", True)) != (
+        "ByteLevel",
+        False,
+        True,
+    ):
+        expected = (
+            'expected pre_tokenizer {"type": "ByteLevel", "add_prefix_space": false, "use_regex": true}'
+        )
         raise ValueError(f"{path}: {expected}, got {_short(splitter)}")
     vocab: dict[str, Any] = _field(path, model, "vocab", dict)
     special = {name: vocab[name] for name in special_tokens if name in vocab}
@@ -130,12 +143,16 @@ def _added_tokens(path: Path, rows: Sequence[Any]) -> dict[str, int]:
     added: dict[str, int] = {}
     for number, row in enumerate(rows):
         if not isinstance(row, dict) or not isinstance(row.get("content"), str) or not _is_id(row.get("id")):
-            raise ValueError(f"{path}: expected added_tokens[{number}] with content and id, got {_short(row)}")
+            raise ValueError(
+                f"{path}: expected added_tokens[{number}] with content and id, got {_short(row)}"
+            )
         name, token = row["content"], row["id"]
         if row.get("special") is not True:
             got = _short(row["special"]) if "special" in row else "nothing"
             why = "tokenizers finds any other in text, we do not; set it to true if no text may give it"
-            raise ValueError(f"{path}: expected special true for the added token {name!r} (id {token}), got {got}: {why}")
+            raise ValueError(
+                f"{path}: expected special true for the added token {name!r} (id {token}), got {got}: {why}"
+            )
         if added.setdefault(name, token) != token:
             raise ValueError(f"{path}: the added token {name!r} has two ids, {added[name]} and {token}")
     return added
@@ -162,32 +179,46 @@ def read_folder(folder: Path, special_tokens: Sequence[str]) -> Vocabulary:
     raise ValueError(f"{folder}: {expected}, found {f'only {alone[0]}' if alone else 'none of them'}")
 
 
-def _read_gpt2(folder: Path, vocab_path: Path, merges_path: Path, special_tokens: Sequence[str]) -> Vocabulary:
+def _read_gpt2(
+    folder: Path, vocab_path: Path, merges_path: Path, special_tokens: Sequence[str]
+) -> Vocabulary:
     """A vocabulary of GPT-2's two files."""
     vocab = _read_json(vocab_path)
     try:
         lines = merges_path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{merges_path}: expected UTF-8, got {error.reason} at byte {error.start}") from None
-    merges = [_pair(merges_path, number, line) for number, line in enumerate(lines) if line and not line.startswith("#version")]
+    merges = [
+        _pair(merges_path, number, line)
+        for number, line in enumerate(lines)
+        if line and not line.startswith("#version")
+    ]
     return _assemble(folder, vocab, merges, {name: vocab[name] for name in special_tokens if name in vocab})
 
 
-def _assemble(path: Path, vocab: Mapping[str, Any], merges: Sequence[tuple[str, str]], special: Mapping[str, int]) -> Vocabulary:
+def _assemble(
+    path: Path, vocab: Mapping[str, Any], merges: Sequence[tuple[str, str]], special: Mapping[str, int]
+) -> Vocabulary:
     """A vocabulary out of what the files write, after checking that it is one."""
     written = _by_id(path, {**special, **vocab})
     ids = {text: token for token, text in enumerate(written)}
     for name, token in special.items():
         if ids[name] != token:
-            raise ValueError(f"{path}: the special token {name!r} has the id {token}, but {ids[name]} in the vocabulary")
+            raise ValueError(
+                f"{path}: the special token {name!r} has the id {token}, but {ids[name]} in the vocabulary"
+            )
     token_bytes = []
     for text in written:
         if text not in special and not (text and all(character in _BYTES for character in text)):
-            raise ValueError(f"{path}: expected tokens in GPT-2's byte characters, got {text!r} (id {ids[text]})")
+            raise ValueError(
+                f"{path}: expected tokens in GPT-2's byte characters, got {text!r} (id {ids[text]})"
+            )
         token_bytes.append(b"" if text in special else bytes(_BYTES[character] for character in text))
     for byte, character in _CHARACTERS.items():
         if character not in ids or character in special:
-            raise ValueError(f"{path}: expected a token for each byte, found none for byte {byte} ({character!r})")
+            raise ValueError(
+                f"{path}: expected a token for each byte, found none for byte {byte} ({character!r})"
+            )
     rows: dict[tuple[int, int], int] = {}
     for number, (left, right) in enumerate(merges):
         for text in (left, right, left + right):
@@ -203,7 +234,9 @@ def _assemble(path: Path, vocab: Mapping[str, Any], merges: Sequence[tuple[str, 
 def _by_id(path: Path, vocab: Mapping[str, Any]) -> list[str]:
     """The tokens in the order of their ids, which must be 0, 1, 2, ..."""
     if len(vocab) > MAX_VOCAB:
-        raise ValueError(f"{path}: expected at most {MAX_VOCAB} tokens (shards hold uint16), got {len(vocab)}")
+        raise ValueError(
+            f"{path}: expected at most {MAX_VOCAB} tokens (shards hold uint16), got {len(vocab)}"
+        )
     found: dict[int, str] = {}
     for text, token in vocab.items():
         if not _is_id(token):
@@ -213,7 +246,9 @@ def _by_id(path: Path, vocab: Mapping[str, Any]) -> list[str]:
         found[token] = text
     for token in range(len(found)):
         if token not in found:
-            raise ValueError(f"{path}: expected ids 0 to {len(found) - 1} for {len(found)} tokens, found none with {token}")
+            raise ValueError(
+                f"{path}: expected ids 0 to {len(found) - 1} for {len(found)} tokens, found none with {token}"
+            )
     return [found[token] for token in range(len(found))]
 
 
@@ -234,14 +269,20 @@ def _field(path: Path, table: Mapping[str, Any], key: str, kind: type) -> Any:
     """table[key], which must be there and a `kind`."""
     if not isinstance(table.get(key), kind):
         name = "an object" if kind is dict else "a list"
-        raise ValueError(f"{path}: expected {key} to be {name}, got {_short(table[key]) if key in table else 'nothing'}")
+        raise ValueError(
+            f"{path}: expected {key} to be {name}, got {_short(table[key]) if key in table else 'nothing'}"
+        )
     return table[key]
 
 
 def _pair(path: Path, number: int, row: Any) -> tuple[str, str]:
     """Both sides of a merge, written "left right" or [left, right]."""
     parts = row.split(" ") if isinstance(row, str) else row
-    if not isinstance(parts, list) or len(parts) != 2 or not all(part and isinstance(part, str) for part in parts):
+    if (
+        not isinstance(parts, list)
+        or len(parts) != 2
+        or not all(part and isinstance(part, str) for part in parts)
+    ):
         raise ValueError(f"{path}: expected merge {number} to be two tokens, got {_short(row)}")
     return parts[0], parts[1]
 

@@ -111,7 +111,9 @@ def _raise_count(
 
 
 @jit
-def _merge_at(node: int, token: int, nodes: Array, pairs: Array, places: Array, merge: int, state: Array, raised: Array) -> None:
+def _merge_at(
+    node: int, token: int, nodes: Array, pairs: Array, places: Array, merge: int, state: Array, raised: Array
+) -> None:
     """Make one token of the one at `node` and its next, and recount the pairs with their neighbours."""
     gone = int(nodes[node, NEXT])
     left, right = int(nodes[node, TOKEN]), int(nodes[gone, TOKEN])

@@ -30,7 +30,13 @@ from kernels.engine import AdamW, Engine
 from kernels.parameters import parameter_table
 
 EULER: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "mtp_heads": 4}
-GPT2: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}
+GPT2: dict[str, Any] = {
+    "norm": "layernorm",
+    "position": "learned",
+    "mlp": "gelu",
+    "bias": True,
+    "tied_head": True,
+}
 MODELS = {
     "euler_1m": ModelConfig(512, 4, 4, 2, 128, 344, 128, **EULER),
     "euler_10m": ModelConfig(1024, 6, 6, 2, 384, 1024, 256, **EULER),
@@ -58,7 +64,13 @@ def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
     """The engine that the command line asks for."""
     chosen = {name: getattr(args, name) for name in ("precision", "matmul", "attention", "deterministic")}
     given = {name: getattr(args, name) for name in ("device", "threads", "optimizer")}
-    return Engine(MODELS[args.model], Numerics(**chosen), micro_batch=args.batch if training else 1, training=training, **given)
+    return Engine(
+        MODELS[args.model],
+        Numerics(**chosen),
+        micro_batch=args.batch if training else 1,
+        training=training,
+        **given,
+    )
 
 
 def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> float:
@@ -82,19 +94,33 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         batch = following
     seconds = statistics.median(times[args.warmup :])
     tokens_per_s, flops = args.batch * args.seq / seconds, matmul_flops_per_token(config, args.seq)
-    figures = {"ms_per_step": seconds * 1e3, "tokens_per_s": tokens_per_s, "tflops": tokens_per_s * flops / 1e12}
+    figures = {
+        "ms_per_step": seconds * 1e3,
+        "tokens_per_s": tokens_per_s,
+        "tflops": tokens_per_s * flops / 1e12,
+    }
     return {"engine": engine.describe(), **figures, "peak_gb": engine.ops.used_bytes() / 1e9}
 
 
 def decode(args: argparse.Namespace) -> dict[str, Any]:
     """The median time from token to token in a row, greedy at batch 1, the cache filling as it goes and begun anew when full."""
     context, engine = MODELS[args.model].context, open_engine(args, training=False)
-    cache, first, banned, came = engine.cache(), np.zeros((1, 1), np.int32), np.empty(0, np.int32), list[float]()
+    cache, first, banned, came = (
+        engine.cache(),
+        np.zeros((1, 1), np.int32),
+        np.empty(0, np.int32),
+        list[float](),
+    )
     while (missing := 1 + args.warmup + args.steps - len(came)) > 0:
         uniforms = repeat(np.zeros(1), min(missing, context))
-        came += [time.perf_counter() for _ in engine.draws(first, cache, uniforms, banned, temperature=0, top_k=0, top_p=1)]
+        came += [
+            time.perf_counter()
+            for _ in engine.draws(first, cache, uniforms, banned, temperature=0, top_k=0, top_p=1)
+        ]
         cache.truncate(0)
-    window = min(10, args.steps)  # timed as one: a GPU is kept ahead of the host, so after a token that came late one comes early
+    window = min(
+        10, args.steps
+    )  # timed as one: a GPU is kept ahead of the host, so after a token that came late one comes early
     begins = range(args.warmup, args.warmup + args.steps - window + 1, window)
     seconds = statistics.median((came[begin + window] - came[begin]) / window for begin in begins)
     return {"engine": engine.describe(), "ms_per_token": seconds * 1e3}
@@ -116,7 +142,12 @@ class TimedOps:
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self.ops, name)
-        if not name.endswith(("_forward", "_backward")) and name not in ("grad_norm", "adamw", "muon", "cast_weight"):
+        if not name.endswith(("_forward", "_backward")) and name not in (
+            "grad_norm",
+            "adamw",
+            "muon",
+            "cast_weight",
+        ):
             return op
 
         def timed(*args: Any, **constants: Any) -> None:
@@ -124,7 +155,10 @@ class TimedOps:
             op(*args, **constants)
             self.ops.synchronize()
             seconds = time.perf_counter() - begin
-            size, weights = sum(getattr(a, "nbytes", 0) for a in args), sum(args[i].size for i in _WEIGHTS_OF.get(name, ()))
+            size, weights = (
+                sum(getattr(a, "nbytes", 0) for a in args),
+                sum(args[i].size for i in _WEIGHTS_OF.get(name, ())),
+            )
             flops = 2 * len(args[0]) * weights * (1 if name.endswith("_forward") else 2) if weights else 0
             self.calls[name].append((seconds, size, flops))
 
@@ -172,15 +206,23 @@ def ops(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.warmup + args.steps):
         recorder.calls.clear()
         train_step(engine, random_batch(rng, config, args.batch, args.seq))
-        steps.append({name: tuple(map(sum, zip(*calls, strict=True))) for name, calls in recorder.calls.items()})  # type: ignore[misc]
+        steps.append(
+            {name: tuple(map(sum, zip(*calls, strict=True))) for name, calls in recorder.calls.items()}  # type: ignore[misc]
+        )
     gbytes_per_s, gflops_per_s = ceilings(recorder.ops)
     rows = {}
     for name in steps[-1]:
         seconds = statistics.median(step[name][0] for step in steps[args.warmup :])
         _, size, flops = steps[-1][name]
-        rate, ceiling = (flops / seconds / 1e9, gflops_per_s) if flops else (size / seconds / 1e9, gbytes_per_s)
+        rate, ceiling = (
+            (flops / seconds / 1e9, gflops_per_s) if flops else (size / seconds / 1e9, gbytes_per_s)
+        )
         unit = "gflops_per_s" if flops else "gb_per_s"
-        rows[name] = {"ms": round(seconds * 1e3, 3), unit: round(rate, 1), "of_ceiling": round(rate / ceiling, 2)}
+        rows[name] = {
+            "ms": round(seconds * 1e3, 3),
+            unit: round(rate, 1),
+            "of_ceiling": round(rate / ceiling, 2),
+        }
     ordered = dict(sorted(rows.items(), key=lambda item: -item[1]["ms"]))
     return {"copy_gb_per_s": gbytes_per_s, "matmul_gflops_per_s": gflops_per_s, "ops": ordered}
 
@@ -222,7 +264,10 @@ def matmul(args: argparse.Namespace) -> dict[str, Any]:
             times = dict(zip(("first", "best", "own"), milliseconds(device, works), strict=True))
             row: dict[str, Any] = {"shape": (*out.shape, a.size // out.shape[0]), "candidate": plan.chosen}
             row |= {f"{which}_ms": round(ms, 4) for which, ms in times.items()}
-            row |= {f"{which}_tflops": round(2 * rows * outputs * inputs / ms / 1e9, 1) for which, ms in times.items()}
+            row |= {
+                f"{which}_tflops": round(2 * rows * outputs * inputs / ms / 1e9, 1)
+                for which, ms in times.items()
+            }
             results[f"{name} {kind}"] = {**row, "own_of_best": round(times["best"] / times["own"], 3)}
     return {"device": device.model, "precision": "bf16", "cublaslt": cublaslt.version(), "products": results}
 
@@ -234,7 +279,9 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     from kernels.cuda.runtime.timing import milliseconds
 
     c, rng = MODELS[args.model], np.random.default_rng(0)
-    ops = CudaOps(Numerics(precision=args.precision, attention=args.attention, deterministic=args.deterministic))
+    ops = CudaOps(
+        Numerics(precision=args.precision, attention=args.attention, deterministic=args.deterministic)
+    )
     need = attention_workspace_bytes(ops, ops.storage, args.batch, args.seq, c.heads, c.kv_heads, c.head_dim)
     ops.use_workspace(ops.allocate(need))
 
@@ -245,7 +292,10 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
 
     qkv, dqkv = (array(args.batch, args.seq, c.heads + 2 * c.kv_heads, c.head_dim) for _ in range(2))
     out, dout = (array(args.batch, args.seq, c.heads, c.head_dim) for _ in range(2))
-    lse, start = array(args.batch, c.heads, args.seq, dtype=ops.dtype), array(args.batch, args.seq, dtype=np.dtype(np.int32))
+    lse, start = (
+        array(args.batch, c.heads, args.seq, dtype=ops.dtype),
+        array(args.batch, args.seq, dtype=np.dtype(np.int32)),
+    )
     ops.fill_zero(start)
     forward = partial(ops.attention_forward, out, lse, qkv, start)
     backward = partial(ops.attention_backward, dqkv, dout, out, lse, qkv, start)
@@ -259,7 +309,9 @@ def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of the weights of a block's products, and of a prediction head's."""
     weights = {p.name: p.shape for p in parameter_table(config)}
     found = {name: weights[f"blocks.0.{name}.weight"] for name in ("qkv", "proj", "up", "down")}
-    return {name: (shape[0], shape[1]) for name, shape in found.items()} | {"head": (config.padded_vocab, config.dim)}
+    return {name: (shape[0], shape[1]) for name, shape in found.items()} | {
+        "head": (config.padded_vocab, config.dim)
+    }
 
 
 MODES = {"train": train, "decode": decode, "ops": ops, "attention": attention, "matmul": matmul}
@@ -267,7 +319,9 @@ MODES = {"train": train, "decode": decode, "ops": ops, "attention": attention, "
 
 def main() -> None:
     """Run one mode and print its line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--model", choices=MODELS, help="euler_1m; for matmul gpt2_124m")
     parser.add_argument("--batch", type=int, default=32)

@@ -91,7 +91,9 @@ def compare(name: str, texts: list[str], vocab_size: int, args: argparse.Namespa
     encoding = tiktoken_encoding(tokenizer)
     same = all(
         ids.tolist() == peer
-        for ids, peer in zip(tokenizer.encode_batch(texts), encoding.encode_ordinary_batch(texts), strict=True)
+        for ids, peer in zip(
+            tokenizer.encode_batch(texts), encoding.encode_ordinary_batch(texts), strict=True
+        )
     )
     # A tokenizer of its own for each round: none has met the text's words before.
     vocabulary = Vocabulary(tokenizer.token_bytes, tokenizer.merges, tokenizer.special)
@@ -112,21 +114,38 @@ def compare(name: str, texts: list[str], vocab_size: int, args: argparse.Namespa
     ):
         rounds = args.rounds if task == "encode" else min(3, args.rounds)
         mine, theirs, ratio = alternate(ours, peer, rounds)
-        row = {"text": name, "mb": size_mb, "vocabulary": vocab_size, "task": task, "peer": peer_name, "threads": args.threads}
-        row |= {"mb_per_s": size_mb / mine, "peer_mb_per_s": size_mb / theirs, "ratio": ratio, "same_ids": same}
+        row = {
+            "text": name,
+            "mb": size_mb,
+            "vocabulary": vocab_size,
+            "task": task,
+            "peer": peer_name,
+            "threads": args.threads,
+        }
+        row |= {
+            "mb_per_s": size_mb / mine,
+            "peer_mb_per_s": size_mb / theirs,
+            "ratio": ratio,
+            "same_ids": same,
+        }
         print(json.dumps({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 
 def main() -> None:
     """All texts and vocabularies."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[512, 4096, 50257])
     args = parser.parse_args()
     os.environ["RAYON_NUM_THREADS"] = str(args.threads)  # read when tokenizers first runs in parallel
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    texts = {"plays": list(read_documents(Path("data/download/train.jsonl.zst"))), "standard library": library_sources()}
+    texts = {
+        "plays": list(read_documents(Path("data/download/train.jsonl.zst"))),
+        "standard library": library_sources(),
+    }
     for name, documents in texts.items():
         for vocab_size in args.vocabulary:
             compare(name, documents, vocab_size, args)

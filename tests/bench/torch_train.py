@@ -75,8 +75,12 @@ class Euler(nn.Module):
 
 def main() -> None:
     """Train on random tokens and print the median update as a line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[name for name in MODELS if name.startswith("euler")], default="euler_1m")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", choices=[name for name in MODELS if name.startswith("euler")], default="euler_1m"
+    )
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--compile", type=int, default=1)
@@ -86,7 +90,9 @@ def main() -> None:
     config = MODELS[args.model]
     model = Euler(config, args.seq)
     step = torch.compile(model) if args.compile else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     times = []
     for _ in range(args.warmup + args.steps):
         batch = torch.randint(config.vocab_size, (args.batch, args.seq + 1))
@@ -97,7 +103,11 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         times.append(time.perf_counter() - begin)
     seconds = statistics.median(times[args.warmup :])
-    row = {"engine": f"torch {torch.__version__}", "compile": args.compile, "ms_per_step": round(seconds * 1e3, 1)}
+    row = {
+        "engine": f"torch {torch.__version__}",
+        "compile": args.compile,
+        "ms_per_step": round(seconds * 1e3, 1),
+    }
     print(json.dumps({**row, "tokens_per_s": round(args.batch * args.seq / seconds)}))
 
 

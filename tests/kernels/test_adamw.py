@@ -31,7 +31,9 @@ def inputs() -> Arrays:
 
 def run(a: Arrays, **constants: float) -> Arrays:
     """One update of copies."""
-    params, exp_avg, exp_avg_sq, grads = (a[name].copy() for name in ("params", "exp_avg", "exp_avg_sq", "grads"))
+    params, exp_avg, exp_avg_sq, grads = (
+        a[name].copy() for name in ("params", "exp_avg", "exp_avg_sq", "grads")
+    )
     norm, lr = a["grad_norm"].astype(np.float64), a["lr"].astype(np.float64)
     c = {**CONSTANTS, **constants}
     adamw(params, exp_avg, exp_avg_sq, grads, None, a["flags"], norm, lr, a["step"], **c)
@@ -46,7 +48,11 @@ def paper(a: Arrays, clip: float = 1.0, **constants: float) -> Arrays:
     v = c["beta2"] * a["exp_avg_sq"] + (1 - c["beta2"]) * g**2
     m_hat, v_hat = m / (1 - c["beta1"] ** t), v / (1 - c["beta2"] ** t)
     decay = (np.repeat(a["flags"], RUN) & DECAYS) * c["weight_decay"] * a["params"]
-    return {"params": a["params"] - lr * (m_hat / (np.sqrt(v_hat) + c["eps"]) + decay), "exp_avg": m, "exp_avg_sq": v}
+    return {
+        "params": a["params"] - lr * (m_hat / (np.sqrt(v_hat) + c["eps"]) + decay),
+        "exp_avg": m,
+        "exp_avg_sq": v,
+    }
 
 
 def largest(array: Array) -> float:
@@ -63,12 +69,16 @@ def test_is_the_paper(step: int) -> None:
         assert_within(name, got, expected[name], 1e-14 * largest(expected[name]))
     # float32: about ten roundings of each term.
     for name, got in run(single(a)).items():
-        assert_within(name, got, expected[name], 10 * UNIT[np.dtype(np.float32)] * (1 + largest(expected[name])))
+        assert_within(
+            name, got, expected[name], 10 * UNIT[np.dtype(np.float32)] * (1 + largest(expected[name]))
+        )
 
 
 # Without bias correction the first step is a tenth of the learning rate; with it, whatever the gradient's size, all of it.
 def test_first_step_has_the_length_of_the_learning_rate() -> None:
-    a = single({**inputs(), "step": np.array(1), "exp_avg": np.zeros(RUN * RUNS), "exp_avg_sq": np.zeros(RUN * RUNS)})
+    a = single(
+        {**inputs(), "step": np.array(1), "exp_avg": np.zeros(RUN * RUNS), "exp_avg_sq": np.zeros(RUN * RUNS)}
+    )
     a["grads"] *= np.geomspace(1e-4, 1, RUN * RUNS, dtype=np.float32)
     # Where sqrt(1 - beta2) |g| is far above eps; a thousandth of the rate besides.
     moved = (run(a, weight_decay=0.0)["params"] - a["params"])[np.abs(a["grads"]) > 1e-4]
@@ -85,7 +95,9 @@ def test_decay_acts_where_it_should() -> None:
 
 
 # A gradient longer than the threshold that isn't shortened, one below it that is, or the clip's sense turned round.
-@pytest.mark.parametrize(("norm", "grad_clip", "factor"), [(4.0, 1.0, 0.25), (4.0, 8.0, 1.0), (4.0, 0.0, 1.0), (0.0, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("norm", "grad_clip", "factor"), [(4.0, 1.0, 0.25), (4.0, 8.0, 1.0), (4.0, 0.0, 1.0), (0.0, 1.0, 1.0)]
+)
 def test_clipping(norm: float, grad_clip: float, factor: float) -> None:
     a = {**inputs(), "grad_norm": np.array(norm)}
     expected = paper(a, clip=factor)
@@ -112,7 +124,9 @@ def test_gradient_is_cleared() -> None:
     a = {**inputs(), "copy": np.full(RUN * RUNS, np.nan, np.float32)}
     params, before, scalars = a["params"], a["grads"].copy(), (a["flags"], a["grad_norm"], a["lr"], a["step"])
     adamw(params, a["exp_avg"], a["exp_avg_sq"], a["grads"], a["copy"], *scalars, **CONSTANTS)
-    assert_same_bits({"grads": a["grads"]}, {"grads": np.where(np.repeat(a["flags"], RUN) & CLEARED, 0, before)})
+    assert_same_bits(
+        {"grads": a["grads"]}, {"grads": np.where(np.repeat(a["flags"], RUN) & CLEARED, 0, before)}
+    )
     # The weights that products read lag behind by an update, or are never written.
     assert_same_bits({"copy": a["copy"]}, {"copy": params.astype(np.float32)})
 
@@ -136,6 +150,9 @@ def test_muons_runs_stay() -> None:
 def test_nothing_changes_where_the_norm_is_not_finite(norm: float) -> None:
     a = {**inputs(), "copy": np.ones(RUN * RUNS), "grad_norm": np.array(norm)}
     before = {name: array.copy() for name, array in a.items()}
-    arrays = (a[name] for name in ("params", "exp_avg", "exp_avg_sq", "grads", "copy", "flags", "grad_norm", "lr", "step"))
+    arrays = (
+        a[name]
+        for name in ("params", "exp_avg", "exp_avg_sq", "grads", "copy", "flags", "grad_norm", "lr", "step")
+    )
     adamw(*arrays, **CONSTANTS)
     assert_same_bits(a, before)

@@ -48,7 +48,11 @@ def dense(a: Arrays) -> Arrays:
     lse = np.log(np.exp(score - largest).sum(axis=-1, keepdims=True)) + largest
     p, dout = np.exp(score - lse), a["dout"].transpose(0, 2, 1, 3)
     out = p @ v
-    ds = p * (dout @ v.swapaxes(2, 3) - (dout * out).sum(axis=-1, keepdims=True)) / np.sqrt(q.dtype.type(q.shape[-1]))
+    ds = (
+        p
+        * (dout @ v.swapaxes(2, 3) - (dout * out).sum(axis=-1, keepdims=True))
+        / np.sqrt(q.dtype.type(q.shape[-1]))
+    )
     batch, heads, length, head_dim = q.shape
     shared = (batch, -1, heads // ((a["qkv"].shape[2] - heads) // 2), length, head_dim)
     dk, dv = ((x.swapaxes(2, 3) @ y).reshape(shared).sum(axis=2) for x, y in ((ds, q), (p, dout)))
@@ -135,7 +139,10 @@ def test_gradient_of_a_decided_query() -> None:
     a = attention_inputs(ATTENTION[6])
     a["qkv"][:, :, :5] *= 4
     a = single(a)
-    head_dim, wide = a["dout"].shape[-1], {name: array.astype(np.float64) for name, array in a.items() if name != "start"}
+    head_dim, wide = (
+        a["dout"].shape[-1],
+        {name: array.astype(np.float64) for name, array in a.items() if name != "start"},
+    )
     q, k, v, seen = split({**wide, "start": a["start"]})
     size = (np.abs(q) @ np.abs(k).swapaxes(2, 3)).max() / head_dim**0.5
     score = np.where(seen, q @ k.swapaxes(2, 3) / head_dim**0.5, -np.inf)

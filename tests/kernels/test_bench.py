@@ -20,7 +20,9 @@ from tests.bench import engine as bench
         ("train --device cpu --precision bf16", "the CPU computes in fp32, got bf16"),
     ],
 )
-def test_wrong_arguments(arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(
+    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", *arguments.split()])
     with pytest.raises(SystemExit) as end:
         bench.main()

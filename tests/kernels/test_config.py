@@ -49,14 +49,18 @@ def test_limits_are_allowed() -> None:
 
 
 # Whole tiles of 128, and not one more where the vocabulary fills them.
-@pytest.mark.parametrize(("vocab_size", "padded"), [(1, 128), (127, 128), (128, 128), (129, 256), (50257, 50304)])
+@pytest.mark.parametrize(
+    ("vocab_size", "padded"), [(1, 128), (127, 128), (128, 128), (129, 256), (50257, 50304)]
+)
 def test_padded_vocabulary(vocab_size: int, padded: int) -> None:
     assert ModelConfig(**{**VALID, "vocab_size": vocab_size}).padded_vocab == padded
 
 
 # A field that model.json loses would come back as its default: another model.
 def test_dict_makes_the_same_model() -> None:
-    changed = ModelConfig(**{**VALID, "norm": "layernorm", "bias": True, "tied_head": True, "rope_base": 5e5, "mtp_heads": 3})
+    changed = ModelConfig(
+        **{**VALID, "norm": "layernorm", "bias": True, "tied_head": True, "rope_base": 5e5, "mtp_heads": 3}
+    )
     assert ModelConfig(**changed.to_dict()) == changed
     assert set(changed.to_dict()) == {field.name for field in dataclasses.fields(ModelConfig)}
 
@@ -72,7 +76,10 @@ def test_frozen() -> None:
     ("values", "message"),
     [
         ({"precision": "fp16"}, r"^numerics\.precision: expected one of fp32, tf32, bf16, fp8, got 'fp16'$"),
-        ({"precision": "fp8", "matmul": "own"}, r"^numerics\.matmul: fp8 has .* alone, got own; set it to cublaslt$"),
+        (
+            {"precision": "fp8", "matmul": "custom"},
+            r"^numerics\.matmul: fp8 has .* alone, got custom; set it to cublaslt$",
+        ),
         ({"precision": "fp8", "recompute": "mlp"}, r"^numerics\.recompute: fp8 keeps .* set it to none$"),
         ({"recompute": "all"}, r"^numerics\.recompute: expected one of none, mlp, got 'all'$"),
     ],

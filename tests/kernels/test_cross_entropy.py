@@ -123,5 +123,10 @@ def test_row_of_weight_zero_has_no_gradient() -> None:
 # Among equal logits each is the likeliest; accuracy would depend on the order of the vocabulary otherwise.
 def test_a_tie_is_correct() -> None:
     logits = np.array([[2.0, 5, 5, 1, 9], [2.0, 5, 5, 1, 9], [2.0, 5, 5, 1, 9], [3, 3, 3, 3, 9]])
-    a = {"logits": logits, "targets": np.array([1, 2, 0, 3], np.int32), "weight": np.ones(4), "vocab_size": np.array(4)}
+    a = {
+        "logits": logits,
+        "targets": np.array([1, 2, 0, 3], np.int32),
+        "weight": np.ones(4),
+        "vocab_size": np.array(4),
+    }
     assert run(single(a))["correct"].tolist() == [True, True, False, True]

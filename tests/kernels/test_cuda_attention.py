@@ -41,7 +41,9 @@ KERNELS = {
 
 
 @pytest.fixture(params=KERNELS.values(), ids=list(KERNELS))
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[np.dtype[np.generic], str]:
+def kernel(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[np.dtype[np.generic], str]:
     """The storage and the precision, of a GPU set to them and to one of the kernels; fp32 gets the scalar one all the same."""
     storage, precision, attention, deterministic = request.param
     monkeypatch.setattr(gpu(), "deterministic", deterministic, raising=False)
@@ -63,7 +65,16 @@ def attention(side: Side, a: Arrays, tf32: bool = False, bias: bool = True) -> A
     lse = side.single(unwritten(a["dout"], batch, heads, length))
     side(attention_forward, out, lse, qkv, start)
     dbias = side.single(np.ones(a["qkv"][0, 0].size))
-    side(attention_backward, dqkv, dout, out, lse, qkv, start, dbias if bias and isinstance(side, Gpu) else None)
+    side(
+        attention_backward,
+        dqkv,
+        dout,
+        out,
+        lse,
+        qkv,
+        start,
+        dbias if bias and isinstance(side, Gpu) else None,
+    )
     if isinstance(side, Cpu):
         side(bias_backward, dbias, dqkv.reshape(batch * length, -1))
     return {"out": out, "lse": lse, "dqkv": dqkv, "dbias": dbias}
@@ -97,8 +108,15 @@ def decode(side: Side, a: Arrays) -> Arrays:
     batch, context, _, head_dim = qkv.shape
     kv_heads = (qkv.shape[2] - heads) // 2
     cached = np.full((2, batch, context, kv_heads, head_dim), np.nan)
-    cached[0, :, :length], cached[1, :, :length] = qkv[:, :length, heads:-kv_heads], qkv[:, :length, -kv_heads:]
-    keys, values, new = side.stored(cached[0]), side.stored(cached[1]), side.stored(np.ascontiguousarray(qkv[:, length:]))
+    cached[0, :, :length], cached[1, :, :length] = (
+        qkv[:, :length, heads:-kv_heads],
+        qkv[:, :length, -kv_heads:],
+    )
+    keys, values, new = (
+        side.stored(cached[0]),
+        side.stored(cached[1]),
+        side.stored(np.ascontiguousarray(qkv[:, length:])),
+    )
     out = side.stored(unwritten(qkv, batch, context - length, heads, head_dim))
     side(decode_attention_forward, out, new, keys, values, side.same(np.array(length, np.int32)))
     return {"out": out, "keys": keys, "values": values}

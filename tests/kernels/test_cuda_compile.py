@@ -46,7 +46,13 @@ def kernels() -> dict[str, "Kernel"]:
     found = {}
     for module in pkgutil.walk_packages(kernels.cuda.__path__, "kernels.cuda."):
         for value in vars(import_module(module.name)).values():
-            for kernel in value if isinstance(value, tuple | list) else value.values() if isinstance(value, dict) else (value,):
+            for kernel in (
+                value
+                if isinstance(value, tuple | list)
+                else value.values()
+                if isinstance(value, dict)
+                else (value,)
+            ):
                 if isinstance(kernel, Kernel):
                     found[f"{kernel.source} {kernel.name}"] = kernel
     return found
@@ -115,7 +121,9 @@ def test_registers_are_those_on_record(source: str) -> None:
     assert found.keys() == on_record.keys(), "instances changed: record them, as this file's docstring says"
     for name, by_arch in found.items():
         used = {arch: compiled.registers for arch, compiled in by_arch.items()}
-        assert all(used[arch] <= on_record[name][arch] for arch in used), f"{name}: {used}, on record {on_record[name]}"
+        assert all(used[arch] <= on_record[name][arch] for arch in used), (
+            f"{name}: {used}, on record {on_record[name]}"
+        )
 
 
 def record() -> None:

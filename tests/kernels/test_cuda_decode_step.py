@@ -21,12 +21,29 @@ from kernels.parameters import flat_size, named, parameter_table
 from tests.compare import Array, Arrays, assert_same_bits, assert_within
 from tests.cuda import BF16, FLOAT, Cpu, Gpu, Side, assert_calibrated_op, gpu
 
-GPT2: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}
+GPT2: dict[str, Any] = {
+    "norm": "layernorm",
+    "position": "learned",
+    "mlp": "gelu",
+    "bias": True,
+    "tied_head": True,
+}
 
 
-def model(layers: int, heads: int, kv_heads: int, dim: int, ffn: int, context: int, **parts: Any) -> ModelConfig:
+def model(
+    layers: int, heads: int, kv_heads: int, dim: int, ffn: int, context: int, **parts: Any
+) -> ModelConfig:
     """A configuration with a vocabulary that is padded."""
-    return ModelConfig(vocab_size=300, layers=layers, heads=heads, kv_heads=kv_heads, dim=dim, ffn=ffn, context=context, **parts)
+    return ModelConfig(
+        vocab_size=300,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        ffn=ffn,
+        context=context,
+        **parts,
+    )
 
 
 # Fewer tiles than there are blocks and more, inputs and items that end within a step, weights in four regions, in two and in one
@@ -51,7 +68,13 @@ def arrays_of(c: ModelConfig, batch: int, count: int, held: int) -> Arrays:
     rng, table = np.random.default_rng([c.dim, batch, count, held]), parameter_table(c)
     flat = np.zeros(flat_size(table))
     for p in table:
-        scale = 1.0 if p.name in ("tok.weight", "pos.weight") else 0.3 if len(p.shape) == 1 else p.shape[-1] ** -0.5
+        scale = (
+            1.0
+            if p.name in ("tok.weight", "pos.weight")
+            else 0.3
+            if len(p.shape) == 1
+            else p.shape[-1] ** -0.5
+        )
         flat[p.offset : p.offset + p.size] = (p.std is None) + scale * rng.standard_normal(p.size)
     keys, values = np.full((2, c.layers, batch, c.context, c.kv_heads, c.head_dim), np.nan)
     for cached in (keys, values):
@@ -69,17 +92,43 @@ def runner(c: ModelConfig) -> Any:
         keys, values = side.stored(a["keys"]), side.stored(a["values"])
         tokens, start = side.same(a["tokens"]), side.same(np.full_like(a["tokens"], -held))
         table = side.single(rope_table(c.context, c.head_dim, c.rope_base)) if c.position == "rope" else None
-        logits, norm = (side.stored(np.full((batch * count, width), np.nan)) for width in (c.padded_vocab, c.dim))
+        logits, norm = (
+            side.stored(np.full((batch * count, width), np.nan)) for width in (c.padded_vocab, c.dim)
+        )
         head = weights["tok.weight"] if c.tied_head else weights["head.weight"][0]
         length = side.same(a["held"])
         if isinstance(side, Gpu):
             from kernels.cuda.decode.decode_step import decode_step
 
             decode_step(
-                side.device, logits, norm, tokens, start, length, keys, values, weights, parameters, head, table, config=c
+                side.device,
+                logits,
+                norm,
+                tokens,
+                start,
+                length,
+                keys,
+                values,
+                weights,
+                parameters,
+                head,
+                table,
+                config=c,
             )
         else:
-            in_turn(side, c, (logits, norm), tokens, start, length, (keys, values), weights, parameters, head, table)
+            in_turn(
+                side,
+                c,
+                (logits, norm),
+                tokens,
+                start,
+                length,
+                (keys, values),
+                weights,
+                parameters,
+                head,
+                table,
+            )
         old, new = np.s_[:, :, :held], np.s_[:, :, held : held + count]
         k, v = side.host(keys), side.host(values)
         cached = {"keys": k[new], "values": v[new], "old": np.stack((k[old], v[old]))}
@@ -99,7 +148,10 @@ def in_turn(
         return np.empty(shape, side.precision)
 
     def normed(name: str) -> Array:
-        own, rstd = [parameters[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in parameters], empty(rows)
+        own, rstd = (
+            [parameters[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in parameters],
+            empty(rows),
+        )
         out = side.stored(np.zeros((rows, c.dim)))
         if c.norm == "rmsnorm":
             side(rmsnorm_forward, out, rstd, stream, own[0], eps=c.norm_eps)
@@ -149,7 +201,9 @@ def test_bits_of_a_row_do_not_depend_on_the_others(name: str) -> None:
     arrays = arrays_of(c, 4, 1, c.context // 2)
     together = runner(c)(side, arrays)
     for row in range(4):
-        cut = {key: arrays[key][:, row : row + 1] for key in ("keys", "values")} | {"tokens": arrays["tokens"][row : row + 1]}
+        cut = {key: arrays[key][:, row : row + 1] for key in ("keys", "values")} | {
+            "tokens": arrays["tokens"][row : row + 1]
+        }
         alone = runner(c)(side, arrays | cut)
         rows = {key: together[key][row : row + 1] for key in ("logits", "norm")}
         assert_same_bits({key: alone[key] for key in rows}, rows)
@@ -174,7 +228,10 @@ def test_bits_of_new_tokens_are_those_of_one_after_the_other(name: str) -> None:
 # A tag that counts wrong after some number of launches, or whose count one model leaves to the next.
 @pytest.mark.gpu
 def test_many_launches_in_turn() -> None:
-    side, runs = Gpu(BF16), [(runner(c), arrays_of(c, 1, 1, 5)) for c in (MODELS["gpt2"], MODELS["mixed uneven"])]
+    side, runs = (
+        Gpu(BF16),
+        [(runner(c), arrays_of(c, 1, 1, 5)) for c in (MODELS["gpt2"], MODELS["mixed uneven"])],
+    )
     first = [run(side, a) for run, a in runs]
     for _ in range(20):
         for (run, a), expected in zip(runs, first, strict=True):
@@ -196,7 +253,10 @@ def nats_of_decoded(engine: Engine, tokens: Array) -> Array:
 def test_replayed_tokens_are_those_of_a_forward_pass(name: str) -> None:
     gpu()
     c = MODELS[name]
-    exact, engine = (Engine(c, Numerics(precision=p), micro_batch=1, device="cuda", training=False) for p in ("fp32", "bf16"))
+    exact, engine = (
+        Engine(c, Numerics(precision=p), micro_batch=1, device="cuda", training=False)
+        for p in ("fp32", "bf16")
+    )
     tokens = np.random.default_rng(3).integers(c.vocab_size, size=(1, c.context), dtype=np.int32)
     got, again = (nats_of_decoded(engine, tokens) for _ in range(2))
     assert np.array_equal(got, again)
@@ -208,7 +268,8 @@ def test_replayed_tokens_are_those_of_a_forward_pass(name: str) -> None:
 
 # A precision or a width that the kernel would read wrongly, or shared memory that it would write beyond.
 @pytest.mark.parametrize(
-    ("dtype", "width", "kib", "rows"), [(BF16, 256, 227, 4), (FLOAT, 256, 227, 0), (BF16, 260, 227, 0), (BF16, 4096, 24, 0)]
+    ("dtype", "width", "kib", "rows"),
+    [(BF16, 256, 227, 4), (FLOAT, 256, 227, 0), (BF16, 260, 227, 0), (BF16, 4096, 24, 0)],
 )
 def test_rows_that_are_taken(dtype: np.dtype[Any], width: int, kib: int, rows: int) -> None:
     pytest.importorskip("cupy", reason="CuPy is not installed")

@@ -23,7 +23,14 @@ SIZES: dict[str, Any] = {"vocab_size": 300, "layers": 3, "dim": 128, "ffn": 256,
 LARGE = {
     "euler": ModelConfig(**SIZES, heads=4, kv_heads=2, mtp_heads=3),
     "gpt2": ModelConfig(
-        **SIZES, heads=2, kv_heads=2, norm="layernorm", position="learned", mlp="gelu", bias=True, tied_head=True
+        **SIZES,
+        heads=2,
+        kv_heads=2,
+        norm="layernorm",
+        position="learned",
+        mlp="gelu",
+        bias=True,
+        tied_head=True,
     ),
 }
 CASES = [*(("odd", name) for name in MODELS), *(("large", name) for name in LARGE)]
@@ -69,7 +76,9 @@ def gradients(engine: Engine, batch: Batch, scale: Array) -> Arrays:
 # Any kernel that computes something else than its CPU twin, and any array handed to the wrong one. A GPT-2 key bias has no
 # gradient by nature: the query's and value's rows of that tensor are what is compared.
 @pytest.mark.parametrize(("size", "name"), CASES)
-@pytest.mark.parametrize("numerics", [{}, {"recompute": "mlp"}, {"attention": "scalar"}, {"matmul": "own"}])
+@pytest.mark.parametrize(
+    "numerics", [{}, {"recompute": "mlp"}, {"attention": "scalar"}, {"matmul": "custom"}]
+)
 def test_fp32_gradients(size: str, name: str, numerics: dict[str, Any]) -> None:
     if size == "odd":
         problem = make_problem(MODELS[name], seed=0)
@@ -102,13 +111,17 @@ class RoundingOps:
         def rounding(*arguments: Any, **options: Any) -> None:
             op(*arguments, **options)
             for array in arguments:
-                if isinstance(array, np.ndarray) and any(low <= array.ctypes.data < high for low, high in self.places):
+                if isinstance(array, np.ndarray) and any(
+                    low <= array.ctypes.data < high for low, high in self.places
+                ):
                     array[...] = rounded(array, BF16)
 
         return rounding
 
 
-def bf16_baseline(config: ModelConfig, weights: Arrays, batch: Batch, scale: Array, ops: Any = RoundingOps) -> Arrays:
+def bf16_baseline(
+    config: ModelConfig, weights: Arrays, batch: Batch, scale: Array, ops: Any = RoundingOps
+) -> Arrays:
     """Gradients as the CPU computes them in fp32 where everything is rounded that a bf16 engine, or another, rounds."""
     engine = Engine(config, Numerics(), micro_batch=3, device="cpu")
     engine.load(weights)
@@ -119,7 +132,7 @@ def bf16_baseline(config: ModelConfig, weights: Arrays, batch: Batch, scale: Arr
 
 # bf16, by the calibrated rule: an error of at most thrice what rounding the same arrays costs the CPU, tensor by tensor.
 @pytest.mark.parametrize(("size", "name"), CASES)
-@pytest.mark.parametrize("numerics", [{}, {"attention": "scalar"}, {"matmul": "own"}])
+@pytest.mark.parametrize("numerics", [{}, {"attention": "scalar"}, {"matmul": "custom"}])
 def test_bf16_gradients(size: str, name: str, numerics: dict[str, Any]) -> None:
     config = {"odd": MODELS, "large": LARGE}[size][name]
     batch = batch_of(config, seed=1)
@@ -130,7 +143,9 @@ def test_bf16_gradients(size: str, name: str, numerics: dict[str, Any]) -> None:
     got = gradients(engine_on_gpu(config, weights, precision="bf16", **numerics), batch, scale)
     for tensor, value in expected.items():
         allowed = max(3 * error(baseline[tensor], value), UNIT[BF16])
-        assert error(got[tensor], value) <= allowed, f"{tensor}: {error(got[tensor], value):.1e}, allowed {allowed:.1e}"
+        assert error(got[tensor], value) <= allowed, (
+            f"{tensor}: {error(got[tensor], value):.1e}, allowed {allowed:.1e}"
+        )
 
 
 class Fp8Ops(RoundingOps):
@@ -138,25 +153,39 @@ class Fp8Ops(RoundingOps):
 
     def __init__(self, engine: Engine, config: ModelConfig) -> None:
         super().__init__(engine, config)
-        self.blocks = {id(weight) for name, weight in engine._model.weights.items() if name.startswith("blocks.")}
+        self.blocks = {
+            id(weight) for name, weight in engine._model.weights.items() if name.startswith("blocks.")
+        }
 
     def matmul_forward(self, out: Array, inp: Array, weight: Array, bias: Array | None = None) -> None:
         """Both factors."""
         factors = (cast(inp), cast(weight)) if id(weight) in self.blocks else (inp, weight)
         self.__getattr__("matmul_forward")(out, *factors, bias)
 
-    def matmul_backward(self, dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, **options: Any) -> None:
+    def matmul_backward(
+        self, dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, **options: Any
+    ) -> None:
         """All three."""
         factors = (cast(dout), cast(inp), cast(weight)) if id(weight) in self.blocks else (dout, inp, weight)
         self.__getattr__("matmul_backward")(dinp, dweight, *factors, **options)
 
-    def matmul_gelu_forward(self, act: Array, up: Array, inp: Array, weight: Array, bias: Array | None) -> None:
+    def matmul_gelu_forward(
+        self, act: Array, up: Array, inp: Array, weight: Array, bias: Array | None
+    ) -> None:
         """Its parts."""
         self.matmul_forward(up, inp, weight, bias)
         self.gelu_forward(act, up)
 
     def matmul_gelu_backward(
-        self, dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Array, dbias: Array | None, **options: Any
+        self,
+        dup: Array,
+        dweight: Array,
+        dout: Array,
+        act: Array,
+        up: Array,
+        weight: Array,
+        dbias: Array | None,
+        **options: Any,
     ) -> None:
         """Its parts."""
         self.matmul_backward(dup, dweight, dout, act, weight, **options)
@@ -167,7 +196,11 @@ class Fp8Ops(RoundingOps):
 
 def cast(array: Array) -> Array:
     """What 8 bits and a scale keep of it."""
-    out, transposed, scale = np.empty(array.shape, np.uint8), np.empty(array.shape[::-1], np.uint8), np.zeros((), np.float32)
+    out, transposed, scale = (
+        np.empty(array.shape, np.uint8),
+        np.empty(array.shape[::-1], np.uint8),
+        np.zeros((), np.float32),
+    )
     fp8(out, transposed, scale, None, array, measure=True)
     return (from_fp8(out) * scale).astype(np.float32)
 
@@ -200,7 +233,11 @@ def test_fp8_gradients(name: str, updated: bool) -> None:
 # cast before both optimizers are done.
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
-    [*((precision, "adamw") for precision in ("fp32", "tf32", "bf16", "fp8")), ("bf16", "muon"), ("fp8", "muon")],
+    [
+        *((precision, "adamw") for precision in ("fp32", "tf32", "bf16", "fp8")),
+        ("bf16", "muon"),
+        ("fp8", "muon"),
+    ],
 )
 @pytest.mark.parametrize("name", LARGE)
 def test_training_goes_on_bit_for_bit(name: str, precision: str, optimizer: Optimizer) -> None:
@@ -215,7 +252,9 @@ def test_training_goes_on_bit_for_bit(name: str, precision: str, optimizer: Opti
             norms.append(engine.update(AdamW(), 1e-3 * (step + 1)).grad_norm)
         return norms
 
-    whole, first, resumed = (engine_on_gpu(config, optimizer=optimizer, precision=precision) for _ in range(3))
+    whole, first, resumed = (
+        engine_on_gpu(config, optimizer=optimizer, precision=precision) for _ in range(3)
+    )
     norms = train(whole, range(6))
     assert np.isfinite(norms).all()
     assert train(first, range(3)) == norms[:3]
@@ -268,7 +307,9 @@ def test_evaluation_and_generation_are_the_cpus(name: str) -> None:
     assert error(mine.nll, theirs.nll.astype(np.float64)) <= 1e-5
     assert (mine.correct != theirs.correct).mean() <= 1e-3
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11] * 40]
-    greedy = [generate_batch(engine, prompts, Sampling(temperature=0), max_tokens=60) for engine in (ours, cpus)]
+    greedy = [
+        generate_batch(engine, prompts, Sampling(temperature=0), max_tokens=60) for engine in (ours, cpus)
+    ]
     assert greedy[0] == greedy[1]
 
 
@@ -310,6 +351,8 @@ def test_draws_in_a_row_are_those_one_by_one(name: str, batch: int, precision: A
         assert [next(draws).tolist() for _ in range(5)] == [drawn.tolist() for drawn in expected[:5]]
         draws.close()
         assert caches[1].length == 7
-        assert np.array_equal(engine.draw(expected[4][:, None], caches[1], numbers[5], banned, **how), expected[5])
+        assert np.array_equal(
+            engine.draw(expected[4][:, None], caches[1], numbers[5], banned, **how), expected[5]
+        )
         for cache in caches:
             cache.truncate(0)

@@ -18,7 +18,13 @@ from kernels.cuda import FP8_ARCH, CudaOps
 from kernels.cuda.matmul import cublaslt
 from kernels.cuda.matmul.fp8 import fp8, fp8_rescale
 from kernels.cuda.matmul.matmul import matmul_backward, matmul_forward
-from kernels.cuda.matmul.matmul_fp8 import Fp8Weight, cast_weight, fp8_mlp_backward, fp8_mlp_forward, fp8_weight
+from kernels.cuda.matmul.matmul_fp8 import (
+    Fp8Weight,
+    cast_weight,
+    fp8_mlp_backward,
+    fp8_mlp_forward,
+    fp8_weight,
+)
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import E4M3
 
@@ -52,14 +58,21 @@ def matrix(rows: int, columns: int) -> Array:
 # misses an element or keeps the one before.
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("rows", "columns", "more"), [(1, 16, 0), (7, 48, 0), (16, 64, 16), (127, 80, 0), (129, 208, 64), (5000, 1040, 0)]
+    ("rows", "columns", "more"),
+    [(1, 16, 0), (7, 48, 0), (16, 64, 16), (127, 80, 0), (129, 208, 64), (5000, 1040, 0)],
 )
 def test_cast(rows: int, columns: int, more: int) -> None:
     device, inp, pitch = gpu(), matrix(rows, columns), -(-rows // 16) * 16 + more
     source = on_gpu(device, inp, BF16)
-    out, transposed, scale = np.empty(inp.shape, E4M3), np.empty((columns, pitch), E4M3), np.zeros((), np.float32)
+    out, transposed, scale = (
+        np.empty(inp.shape, E4M3),
+        np.empty((columns, pitch), E4M3),
+        np.zeros((), np.float32),
+    )
     for factor in (None, 1.0, 0.01, 1e6):  # measured; used as it is; beyond the largest; most too small
-        most = np.array(7 if factor is None else 2**30, np.int32)  # what is there: less than the largest; more
+        most = np.array(
+            7 if factor is None else 2**30, np.int32
+        )  # what is there: less than the largest; more
         if factor is not None:
             scale[...] *= factor
         noted = on_gpu(device, most, np.int32)
@@ -94,19 +107,29 @@ def test_what_is_not_finite(wrong: float) -> None:
 @pytest.mark.gpu
 def test_rescale() -> None:
     device, rng = gpu(), np.random.default_rng(0)
-    scales, magnitudes = rng.random((150, 3, 4), np.float32), rng.random((150, 2), np.float32) * np.float32(1e-3)
+    scales, magnitudes = (
+        rng.random((150, 3, 4), np.float32),
+        rng.random((150, 2), np.float32) * np.float32(1e-3),
+    )
     magnitudes[7, 0] = 0
     most = magnitudes.view(np.int32)
     of_gpu, noted = on_gpu(device, scales, FLOAT), on_gpu(device, most, np.int32)
     for norm in (np.array(np.nan), np.array(2.0)):
         fp8_rescale(device, of_gpu, noted, on_gpu(device, norm, np.float64))
         cpu.fp8_rescale(scales, most, norm)
-        assert_same_bits({"scales": device.download(of_gpu), "most": device.download(noted)}, {"scales": scales, "most": most})
+        assert_same_bits(
+            {"scales": device.download(of_gpu), "most": device.download(noted)},
+            {"scales": scales, "most": most},
+        )
 
 
 def cast(values: Array) -> tuple[Array, float]:
     """The numbers of the cast, and its scale."""
-    out, transposed, scale = np.empty(values.shape, E4M3), np.empty(values.shape[::-1], E4M3), np.zeros((), np.float32)
+    out, transposed, scale = (
+        np.empty(values.shape, E4M3),
+        np.empty(values.shape[::-1], E4M3),
+        np.zeros((), np.float32),
+    )
     cpu.fp8(out, transposed, scale, None, values, measure=True)
     return from_fp8(out), float(scale)
 
@@ -116,7 +139,9 @@ def summed(a: Array, b: Array, fast: bool) -> Array:
     total = np.zeros((len(a), len(b)))
     inner = np.zeros_like(total)
     for k in range(0, a.shape[1], CORE_TERMS):
-        terms = np.concatenate((a[:, None, k : k + CORE_TERMS] * b[None, :, k : k + CORE_TERMS], inner[..., None]), axis=2)
+        terms = np.concatenate(
+            (a[:, None, k : k + CORE_TERMS] * b[None, :, k : k + CORE_TERMS], inner[..., None]), axis=2
+        )
         unit = 2.0 ** (np.frexp(np.abs(terms).max(axis=2, keepdims=True))[1] - 1 - CORE_BITS)
         inner = (np.trunc(terms / unit) * unit).sum(axis=2)
         if not fast and (k + CORE_TERMS) % FP32_TERMS == 0:
@@ -138,7 +163,10 @@ def handle(device: Device, weight: Array) -> Fp8Weight:
     """A weight with its casts."""
     casts = memory(device, weight.shape), memory(device, weight.shape[::-1])
     saved = memory(device, (weight.shape[1] * 512,))
-    numbers = {"scales": on_gpu(device, np.full((3, 4), np.nan), FLOAT), "most": on_gpu(device, np.zeros(2, np.int32), np.int32)}
+    numbers = {
+        "scales": on_gpu(device, np.full((3, 4), np.nan), FLOAT),
+        "most": on_gpu(device, np.zeros(2, np.int32), np.int32),
+    }
     found = fp8_weight(device, on_gpu(device, weight, BF16), *casts, saved, **numbers)
     cast_weight(device, found)
     return found
@@ -146,10 +174,17 @@ def handle(device: Device, weight: Array) -> Fp8Weight:
 
 def products(device: Device, a: Arrays) -> Arrays:
     """All of them by the operations that the model calls."""
-    weight, inp, dout = handle(device, a["weight"]), on_gpu(device, a["inp"], BF16), on_gpu(device, a["dout"], BF16)
+    weight, inp, dout = (
+        handle(device, a["weight"]),
+        on_gpu(device, a["inp"], BF16),
+        on_gpu(device, a["dout"], BF16),
+    )
     arrays = {name: on_gpu(device, a["dout"] * np.nan, BF16) for name in ("out", "biased")}
     arrays |= {name: on_gpu(device, a["inp"] * np.nan, BF16) for name in ("dinp", "again")}
-    arrays |= {"dweight": on_gpu(device, a["before"], FLOAT), "alone": on_gpu(device, a["before"] * np.nan, FLOAT)}
+    arrays |= {
+        "dweight": on_gpu(device, a["before"], FLOAT),
+        "alone": on_gpu(device, a["before"] * np.nan, FLOAT),
+    }
     matmul_forward(device, arrays["out"], inp, weight)
     matmul_forward(device, arrays["biased"], inp, weight, on_gpu(device, a["bias"], BF16))
     matmul_backward(device, arrays["dinp"], arrays["dweight"], dout, inp, weight)
@@ -172,12 +207,16 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Device:
 # A scale of the other factor or upside down, a factor that is not transposed, padding that is summed, rows left out, an
 # accumulation that overwrites. The error allowed is thrice that of sums as the hardware makes them.
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(16, 16, 16), (7, 48, 32), (130, 64, 208), (257, 272, 128), (160, 80, 512)])
+@pytest.mark.parametrize(
+    "shape", [(16, 16, 16), (7, 48, 32), (130, 64, 208), (257, 272, 128), (160, 80, 512)]
+)
 def test_products(device: Device, shape: tuple[int, int, int]) -> None:
     a = arrays_of(*shape)
     got = products(device, a)
     assert_same_bits(products(device, a), got)
-    (inp, inp_scale), (weight, scale), (dout, dout_scale) = (cast(a[name]) for name in ("inp", "weight", "dout"))
+    (inp, inp_scale), (weight, scale), (dout, dout_scale) = (
+        cast(a[name]) for name in ("inp", "weight", "dout")
+    )
     for name, left, right, factor, added in (
         ("out", inp, weight, inp_scale * scale, 0),
         ("biased", inp, weight, inp_scale * scale, a["bias"]),
@@ -212,7 +251,17 @@ def test_mlp_is_its_parts(device: Device, rows: int, hidden: int, width: int) ->
         grads = {name: on_gpu(device, np.ones(size), FLOAT) for name, size in
                  (("dweight", (hidden, width)), ("ddown", (width, hidden)), ("dbias", (hidden,)))}  # fmt: skip
         fp8_mlp_forward(device, nan["out"], nan["act"], nan["up"], inp, weight, bias, down)
-        given = nan["dinp"], nan["dup"], grads["dweight"], grads["dbias"], grads["ddown"], dout, nan["up"], weight, down
+        given = (
+            nan["dinp"],
+            nan["dup"],
+            grads["dweight"],
+            grads["dbias"],
+            grads["ddown"],
+            dout,
+            nan["up"],
+            weight,
+            down,
+        )
         fp8_mlp_backward(device, *given, add_dweight=True)
         kept = {name: nan[name] for name in ("out", "dinp")} | grads
         return {name: device.download(array) for name, array in kept.items()}
@@ -222,7 +271,9 @@ def test_mlp_is_its_parts(device: Device, rows: int, hidden: int, width: int) ->
     got = mlp()
     up, act, dup = (on_gpu(device, np.full((rows, hidden), np.nan), BF16) for _ in range(3))
     out, dinp = (on_gpu(device, np.full((rows, width), np.nan), BF16) for _ in range(2))
-    dweight, ddown, dbias = (on_gpu(device, np.ones(size), FLOAT) for size in ((hidden, width), (width, hidden), (hidden,)))
+    dweight, ddown, dbias = (
+        on_gpu(device, np.ones(size), FLOAT) for size in ((hidden, width), (width, hidden), (hidden,))
+    )
     matmul_forward(device, up, inp, weight, bias)
     gelu_forward(device, act, up)
     matmul_forward(device, out, act, down)
@@ -234,7 +285,12 @@ def test_mlp_is_its_parts(device: Device, rows: int, hidden: int, width: int) ->
     expected = {name: device.download(array) for name, array in parts.items()}
     terms = np.concatenate((np.ones((1, hidden)), device.download(dup).astype(np.float64)))
     for found in (measured, got):
-        assert_within("dbias", found.pop("dbias"), terms.sum(0), (rows + 1) * UNIT[FLOAT] * float(np.abs(terms).sum(0).max()))
+        assert_within(
+            "dbias",
+            found.pop("dbias"),
+            terms.sum(0),
+            (rows + 1) * UNIT[FLOAT] * float(np.abs(terms).sum(0).max()),
+        )
     del expected["dbias"]
     assert_same_bits(measured, expected)
     assert_same_bits(got, expected)
@@ -248,13 +304,19 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "__init__", opened)
     arch = "sm_86"
     CudaOps(Numerics(precision="bf16"))
-    with pytest.raises(ValueError, match=r"^numerics\.precision: fp8 needs .* sm_89 or later, Some GPU is sm_86; .* bf16$"):
+    with pytest.raises(
+        ValueError, match=r"^numerics\.precision: fp8 needs .* sm_89 or later, Some GPU is sm_86; .* bf16$"
+    ):
         CudaOps(Numerics(precision="fp8"))
     arch = "sm_90"
     ops = CudaOps(Numerics(precision="fp8"))
     assert (ops.precision, ops.storage) == ("bf16", BF16)
-    with pytest.raises(ValueError, match=r"^numerics\.precision: fp8 takes .* whose widths 16 divides .*, one is \d+; "):
+    with pytest.raises(
+        ValueError, match=r"^numerics\.precision: fp8 takes .* whose widths 16 divides .*, one is \d+; "
+    ):
         ops.workspace_bytes(MODELS["gpt2"], 99)
-    whole = ModelConfig(50257, 12, 12, 12, 768, 3072, 1024, norm="layernorm", position="learned", mlp="gelu", bias=True)
+    whole = ModelConfig(
+        50257, 12, 12, 12, 768, 3072, 1024, norm="layernorm", position="learned", mlp="gelu", bias=True
+    )
     plain = CudaOps(Numerics(precision="bf16")).workspace_bytes(whole, 32768)
     assert ops.workspace_bytes(whole, 32768) > max(plain, 32768 * (2 * 3072 + 768))

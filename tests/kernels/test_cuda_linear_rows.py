@@ -30,7 +30,11 @@ def run(side: Side, a: Arrays) -> Arrays:
 def arrays_of(shape: tuple[int, int], rows: int, bias: bool) -> Arrays:
     """Random inputs."""
     (outputs, inputs), rng = shape, np.random.default_rng([*shape, rows])
-    sizes: dict[str, tuple[int, ...]] = {"inp": (rows, inputs), "weight": shape, **({"bias": (outputs,)} if bias else {})}
+    sizes: dict[str, tuple[int, ...]] = {
+        "inp": (rows, inputs),
+        "weight": shape,
+        **({"bias": (outputs,)} if bias else {}),
+    }
     arrays: dict[str, Array] = {name: rng.standard_normal(size) for name, size in sizes.items()}
     arrays["weight"] /= np.sqrt(inputs)
     return arrays

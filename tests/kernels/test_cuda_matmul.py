@@ -46,8 +46,10 @@ def gpu() -> Device:
     return device
 
 
-@pytest.fixture(params=("own", "cublaslt"))
-def device(request: pytest.FixtureRequest, gpu: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
+@pytest.fixture(params=("custom", "cublaslt"))
+def device(
+    request: pytest.FixtureRequest, gpu: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Device]:
     """With either backend; the library's choices of other tests and runs are not seen."""
     gpu.matmul = request.param
     monkeypatch.setattr(cublaslt, "user_cache", lambda: tmp_path)
@@ -60,7 +62,11 @@ def inputs(shape: tuple[int, int, int], precision: str) -> Arrays:
     """Random fp32 arrays, those that bf16 holds exactly where that is the precision; dweight_before is fp32 always."""
     rows, outputs, width = shape
     rng = np.random.default_rng([rows, outputs, width])
-    sizes: dict[str, tuple[int, ...]] = {"inp": (rows, width), "weight": (outputs, width), "dout": (rows, outputs)}
+    sizes: dict[str, tuple[int, ...]] = {
+        "inp": (rows, width),
+        "weight": (outputs, width),
+        "dout": (rows, outputs),
+    }
     sizes |= {"dinp_before": (rows, width), "bias": (outputs,)}
     arrays = {name: rng.standard_normal(size, np.float32) for name, size in sizes.items()}
     if precision == "bf16":
@@ -94,7 +100,9 @@ class Case:
         matmul_forward(self.device, self.biased, self.inp, self.weight, self.bias)
         matmul_backward(self.device, self.dinp, self.dweight, self.dout, self.inp, self.weight)
         other = {"add_dinp": True, "add_dweight": False}
-        matmul_backward(self.device, self.dinp_added, self.dweight_alone, self.dout, self.inp, self.weight, **other)
+        matmul_backward(
+            self.device, self.dinp_added, self.dweight_alone, self.dout, self.inp, self.weight, **other
+        )
 
     def results(self) -> Arrays:
         """On the host, as fp32."""
@@ -141,9 +149,13 @@ def assert_products(got: Arrays, a: Arrays, precision: str) -> None:
     """
     oracle = products(a, np.matmul, np.float64)
     factors = {name: truncated(a[name]) for name in ("inp", "weight", "dout")} if precision == "tf32" else {}
-    baseline = products({**a, **factors}, partial(summed, terms=1 if precision == "fp32" else CORE_TERMS), np.float32)
+    baseline = products(
+        {**a, **factors}, partial(summed, terms=1 if precision == "fp32" else CORE_TERMS), np.float32
+    )
     if precision == "bf16":
-        baseline |= {name: from_bf16(to_bf16(baseline[name])) for name in ("out", "biased", "dinp", "dinp_added")}
+        baseline |= {
+            name: from_bf16(to_bf16(baseline[name])) for name in ("out", "biased", "dinp", "dinp_added")
+        }
     magnitude = products({name: np.abs(array) for name, array in a.items()}, np.matmul, np.float64)
     for name, expected in oracle.items():
         error = float(np.abs(baseline[name].astype(np.float64) - expected).max())
@@ -194,7 +206,9 @@ def matmul_gelu(side: Side, a: Arrays, fused: bool, library: bool) -> Arrays:
     The library's GELU is an approximation whose errors have a sign, so that they add up in dbias, which is left out then: it is
     held against the sums of dup itself.
     """
-    inp, weight, bias, dout, down = (side.stored(a[name]) for name in ("inp", "weight", "bias", "dout", "down"))
+    inp, weight, bias, dout, down = (
+        side.stored(a[name]) for name in ("inp", "weight", "bias", "dout", "down")
+    )
     act, up, dup = (side.stored(a["empty"]) for _ in range(3))
     dweight, dbias = side.single(a["dweight"]), side.single(a["dbias"])
     if fused or isinstance(side, Gpu):
@@ -214,13 +228,26 @@ def matmul_gelu(side: Side, a: Arrays, fused: bool, library: bool) -> Arrays:
 # widths 64 divides: a tile that is stored beyond the end, a warpgroup out of turn (more tiles than the GPU has processors; fewer
 # steps than stages, as many, and more), columns summed into others.
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["own", "cublaslt"])
+@pytest.mark.parametrize("backend", ["custom", "cublaslt"])
 @pytest.mark.parametrize("storage", STORAGES, ids=("fp32", "bf16"))
 @pytest.mark.parametrize(
-    "shape", [(136, 264, 40), (130, 33, 130), (300, 768, 200), (5, 64, 64), (300, 192, 320), (1100, 3072, 768), (9000, 320, 64)]
+    "shape",
+    [
+        (136, 264, 40),
+        (130, 33, 130),
+        (300, 768, 200),
+        (5, 64, 64),
+        (300, 192, 320),
+        (1100, 3072, 768),
+        (9000, 320, 64),
+    ],
 )
 def test_gelu(
-    shape: tuple[int, int, int], storage: np.dtype[Any], backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shape: tuple[int, int, int],
+    storage: np.dtype[Any],
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     rows, hidden, width = shape
     monkeypatch.setattr(cublaslt, "user_cache", lambda: tmp_path)
@@ -228,7 +255,13 @@ def test_gelu(
     monkeypatch.setattr(calibrated_gpu(), "precision", "bf16" if storage == BF16 else "fp32", raising=False)
     cublaslt._PLANS.clear()
     rng = np.random.default_rng(shape)
-    sizes = {"inp": (rows, width), "weight": (hidden, width), "bias": (hidden,), "dout": (rows, width), "down": (width, hidden)}
+    sizes = {
+        "inp": (rows, width),
+        "weight": (hidden, width),
+        "bias": (hidden,),
+        "dout": (rows, width),
+        "down": (width, hidden),
+    }
     arrays = {name: rng.standard_normal(size) for name, size in sizes.items()}
     arrays["weight"] *= 2 / np.sqrt(width)  # so that up is neither near 0 nor so large that GELU is straight
     arrays |= {"dweight": rng.standard_normal((width, hidden)), "empty": np.full((rows, hidden), np.nan)}

@@ -81,7 +81,17 @@ def residual_rmsnorm(side: Side, a: Arrays) -> Arrays:
     side(residual_rmsnorm_forward, total, out, rstd, residual, inp, branch_bias, weight, eps=EPS)
     side(residual_rmsnorm_backward, dinp, *sums, dresidual, dout, total, weight, rstd)
     side(residual_rmsnorm_backward, last, *last_sums, None, dout, total, weight, rstd)
-    side(residual_rmsnorm_backward, dresidual, side.single(a["dweight"]), None, dresidual, dout, total, weight, rstd)
+    side(
+        residual_rmsnorm_backward,
+        dresidual,
+        side.single(a["dweight"]),
+        None,
+        dresidual,
+        dout,
+        total,
+        weight,
+        rstd,
+    )
     return {
         "bare_total": bare_total, "bare": bare, "total": total, "out": out, "rstd": rstd, "dinp": dinp, "aliased": dresidual,
         "dweight": sums[0], "dbranch_bias": sums[1], "last": last, "last_dbranch_bias": last_sums[1],
@@ -107,10 +117,16 @@ def residual_layernorm(side: Side, a: Arrays) -> Arrays:
     inp, dout, dresidual = stored(side, a, "inp", "dout", "dresidual")
     out, bare, dinp, last = (side.stored(unwritten(a["inp"])) for _ in range(4))
     total, bare_total = (side.single(unwritten(a["inp"])) for _ in range(2))
-    saved, bare_saved = ([side.single(unwritten(a["inp"], len(a["inp"]))) for _ in range(2)] for _ in range(2))
-    sums, last_sums = ([side.single(a[name]) for name in ("dweight", "dbias", "dbranch_bias")] for _ in range(2))
+    saved, bare_saved = (
+        [side.single(unwritten(a["inp"], len(a["inp"]))) for _ in range(2)] for _ in range(2)
+    )
+    sums, last_sums = (
+        [side.single(a[name]) for name in ("dweight", "dbias", "dbranch_bias")] for _ in range(2)
+    )
     again = [side.single(a[name]) for name in ("dweight", "dbias")]
-    side(residual_layernorm_forward, bare_total, bare, *bare_saved, residual, inp, None, weight, bias, eps=EPS)
+    side(
+        residual_layernorm_forward, bare_total, bare, *bare_saved, residual, inp, None, weight, bias, eps=EPS
+    )
     side(residual_layernorm_forward, total, out, *saved, residual, inp, branch_bias, weight, bias, eps=EPS)
     side(residual_layernorm_backward, dinp, *sums, dresidual, dout, total, weight, *saved)
     side(residual_layernorm_backward, last, *last_sums, None, dout, total, weight, *saved)
@@ -161,7 +177,9 @@ def test_norm(run: Run, shape: tuple[int, int], storage: np.dtype[np.generic]) -
     scale = {name: size for name in ("dinp", "aliased", "last", "dbranch_bias", "last_dbranch_bias")}
     scale["mean"] = float(np.abs(total).max())
     sums = ("dweight", "dbias", "dbranch_bias", "last_dbranch_bias")
-    assert_calibrated_op(run, a, storage, sums=sums, single=("mean", "rstd", "total", "bare_total"), scale=scale)
+    assert_calibrated_op(
+        run, a, storage, sums=sums, single=("mean", "rstd", "total", "bare_total"), scale=scale
+    )
 
 
 @storages
@@ -186,8 +204,17 @@ def test_rope(heads: int, kv_heads: int, head_dim: int, decode: bool, storage: n
     rng = np.random.default_rng([heads, head_dim])
     batch, length, context = 3, 1 if decode else 37, 40
     shape = batch, length, heads + 2 * kv_heads, head_dim
-    start = -rng.integers(context, size=(batch, 1), dtype=np.int32) if decode else documents(rng, batch, length, 0.1)
-    a = {"qkv": normal(rng, *shape), "dqkv": normal(rng, *shape), "start": start, "rotated": np.array(heads + kv_heads)}
+    start = (
+        -rng.integers(context, size=(batch, 1), dtype=np.int32)
+        if decode
+        else documents(rng, batch, length, 0.1)
+    )
+    a = {
+        "qkv": normal(rng, *shape),
+        "dqkv": normal(rng, *shape),
+        "start": start,
+        "rotated": np.array(heads + kv_heads),
+    }
     a["table"] = rope_table(context, head_dim, 10000.0)
     assert_calibrated_op(rope, a, storage)
 

@@ -23,7 +23,7 @@ from kernels.cuda.runtime.compile import FOLDER
 from kernels.cuda.runtime.launch import BF16, E4M3, FLOAT, TENSOR_MAP, Kernel, Template, arguments
 from kernels.parameters import CLEARED, DECAYS, MUON, flat_size, named, parameter_table
 
-ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "own"  # cuBLASLt has no kernels here
+ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "custom"  # cuBLASLt has no kernels here
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 Calls = Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]
@@ -56,7 +56,14 @@ def array(shape: tuple[int, ...], dtype: Any) -> HostArray:
 class RecordingDevice:
     """kernels.cuda.runtime.device.Device as far as launchers use it."""
 
-    processors, shared_bytes, arch, matmul, deterministic, stream = 132, 227 * 1024, "sm_90", MATMUL, True, None
+    processors, shared_bytes, arch, matmul, deterministic, stream = (
+        132,
+        227 * 1024,
+        "sm_90",
+        MATMUL,
+        True,
+        None,
+    )
 
     def __init__(self, precision: str, attention: str) -> None:
         self.precision, self.attention = precision, attention
@@ -64,7 +71,16 @@ class RecordingDevice:
         self.launched: set[tuple[Kernel, Template]] = set()
         self.finished = np.zeros(4 * self.processors, np.int32)
 
-    def launch(self, kernel: Kernel, template: Template, grid: Any, block: Any, *, shared_bytes: int = 0, **given: Any) -> None:
+    def launch(
+        self,
+        kernel: Kernel,
+        template: Template,
+        grid: Any,
+        block: Any,
+        *,
+        shared_bytes: int = 0,
+        **given: Any,
+    ) -> None:
         """Check what Device.launch is given."""
         arguments(kernel, template, given)
         for extent in (*np.atleast_1d(grid), *np.atleast_1d(block)):
@@ -142,17 +158,38 @@ class Maker:
 def row_calls(m: Maker, s: Sizes) -> Calls:
     """Operations over rows of activations."""
     rows, dim, t, f = s.batch * s.length, s.dim, m.stored, m.single
-    x, stream, statistic, vector = (lambda: t(rows, dim)), (lambda: f(rows, dim)), (lambda: f(rows)), (lambda: f(dim))
+    x, stream, statistic, vector = (
+        (lambda: t(rows, dim)),
+        (lambda: f(rows, dim)),
+        (lambda: f(rows)),
+        (lambda: f(dim)),
+    )
     yield "rmsnorm_forward", (x(), statistic(), stream(), vector()), {"eps": 1e-5}
     yield "rmsnorm_backward", (x(), vector(), x(), stream(), vector(), statistic()), {}
     two, parameters = (statistic(), statistic()), (vector(), vector())
     yield "layernorm_forward", (x(), *two, stream(), *parameters), {"eps": 1e-5}
     yield "layernorm_backward", (x(), *parameters, x(), stream(), vector(), *two), {}
     for branch_bias, dresidual in ((None, x()), (vector(), x()), (vector(), None)):
-        yield "residual_rmsnorm_forward", (stream(), x(), statistic(), stream(), x(), branch_bias, vector()), {"eps": 1e-5}
-        yield "residual_rmsnorm_backward", (x(), vector(), branch_bias, dresidual, x(), stream(), vector(), statistic()), {}
-        yield "residual_layernorm_forward", (stream(), x(), *two, stream(), x(), branch_bias, *parameters), {"eps": 1e-5}
-        yield "residual_layernorm_backward", (x(), *parameters, branch_bias, dresidual, x(), stream(), vector(), *two), {}
+        yield (
+            "residual_rmsnorm_forward",
+            (stream(), x(), statistic(), stream(), x(), branch_bias, vector()),
+            {"eps": 1e-5},
+        )
+        yield (
+            "residual_rmsnorm_backward",
+            (x(), vector(), branch_bias, dresidual, x(), stream(), vector(), statistic()),
+            {},
+        )
+        yield (
+            "residual_layernorm_forward",
+            (stream(), x(), *two, stream(), x(), branch_bias, *parameters),
+            {"eps": 1e-5},
+        )
+        yield (
+            "residual_layernorm_backward",
+            (x(), *parameters, branch_bias, dresidual, x(), stream(), vector(), *two),
+            {},
+        )
     yield "bias_forward", (x(), x(), t(dim)), {}
     yield "bias_backward", (vector(), x()), {}
     yield "gelu_forward", (x(), x()), {}
@@ -172,18 +209,30 @@ def product_calls(m: Maker, s: Sizes) -> Calls:
     up, wide = t(rows, s.padded_vocab), t(s.padded_vocab, dim)
     yield "matmul_gelu_forward", (out, up, inp, wide, t(s.padded_vocab)), {}
     for dbias in (None, f(s.padded_vocab)):
-        yield "matmul_gelu_backward", (out, f(dim, s.padded_vocab), inp, out, up, t(dim, s.padded_vocab), dbias), {}
+        yield (
+            "matmul_gelu_backward",
+            (out, f(dim, s.padded_vocab), inp, out, up, t(dim, s.padded_vocab), dbias),
+            {},
+        )
     for few in range(1, 5):
         yield "matmul_forward", (t(few, s.padded_vocab), t(few, dim), weight, t(s.padded_vocab)), {}
     for add in (False, True):
-        yield "matmul_backward", (inp, f(s.padded_vocab, dim), out, inp, weight), {"add_dinp": add, "add_dweight": not add}
+        yield (
+            "matmul_backward",
+            (inp, f(s.padded_vocab, dim), out, inp, weight),
+            {"add_dinp": add, "add_dweight": not add},
+        )
 
 
 def attention_calls(m: Maker, s: Sizes) -> Calls:
     """Operations over heads."""
     t, f, (batch, length, head_dim) = m.stored, m.single, (s.batch, s.length, s.head_dim)
     ids, all_heads = m.ids(batch, length), s.heads + 2 * s.kv_heads
-    qkv, out, lse = t(batch, length, all_heads, head_dim), t(batch, length, s.heads, head_dim), f(batch, s.heads, length)
+    qkv, out, lse = (
+        t(batch, length, all_heads, head_dim),
+        t(batch, length, s.heads, head_dim),
+        f(batch, s.heads, length),
+    )
     table, rotated = f(length, 2, head_dim // 2), s.heads + s.kv_heads
     yield "rope_forward", (qkv, ids, table), {"rotated": rotated}
     yield "rope_backward", (qkv, ids, table), {"rotated": rotated}
@@ -198,12 +247,27 @@ def step_calls(m: Maker, s: Sizes) -> Calls:
     """A pass of the model in one kernel, of each number of rows, where it is taken."""
     if m.storage != BF16 or s.dim % 8 or s.head_dim % 8:
         return
-    sizes: dict[str, Any] = {"vocab_size": s.vocab_size, "layers": 2, "heads": s.heads, "kv_heads": s.kv_heads, "ffn": s.dim}
-    gpt2: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}
+    sizes: dict[str, Any] = {
+        "vocab_size": s.vocab_size,
+        "layers": 2,
+        "heads": s.heads,
+        "kv_heads": s.kv_heads,
+        "ffn": s.dim,
+    }
+    gpt2: dict[str, Any] = {
+        "norm": "layernorm",
+        "position": "learned",
+        "mlp": "gelu",
+        "bias": True,
+        "tied_head": True,
+    }
     for parts in ({}, gpt2):
         c = ModelConfig(**sizes, context=8, dim=s.heads * s.head_dim, **parts)
         names = parameter_table(c)
-        weights, parameters = named(m.stored(flat_size(names)), names), named(m.single(flat_size(names)), names)
+        weights, parameters = (
+            named(m.stored(flat_size(names)), names),
+            named(m.single(flat_size(names)), names),
+        )
         table = None if parts else m.single(c.context, 2, c.head_dim // 2)
         head = weights["tok.weight"] if parts else weights["head.weight"][0]
         for batch, count in ((1, 1), (2, 1), (1, 3), (2, 2)):
@@ -248,7 +312,9 @@ def muon_calls(m: Maker, layers: int, side: int) -> Calls:
     for shape in ((side, 2 * side), (2 * side, side)):
         for copied in (False, True):
             flat = [make(layers, 3, *shape) for make in (m.single, m.single, m.single, m.stored)]
-            scratch = (m.stored(3 * layers, *extents) for extents in (shape, shape, (side, side), (side, side)))
+            scratch = (
+                m.stored(3 * layers, *extents) for extents in (shape, shape, (side, side), (side, side))
+            )
             yield "muon", (*flat[:3], flat[3] if copied else None, *scratch, double, double), settings
 
 
@@ -301,7 +367,9 @@ def test_fp32_arrays_are_rounded_where_asked_for(attention: str) -> None:
     from kernels.cuda.attention.attention import attention_kernel
 
     for head_dim in (32, 64, 80, 96, 128):
-        devices: dict[str, Any] = {precision: RecordingDevice(precision, attention) for precision in PRECISIONS}
+        devices: dict[str, Any] = {
+            precision: RecordingDevice(precision, attention) for precision in PRECISIONS
+        }
         assert attention_kernel(devices["fp32"], FLOAT, head_dim) == "scalar"
         expected = "scalar" if attention == "scalar" or head_dim == 80 else "mma"
         assert attention_kernel(devices["tf32"], FLOAT, head_dim) == expected
@@ -343,7 +411,7 @@ def test_every_instance_is_launched() -> None:
 # A constant that a launcher repeats and a kernel has changed: memory of another size than the kernel writes.
 def test_launchers_repeat_the_kernels_constants() -> None:
     decode_step = import_module("kernels.cuda.decode.decode_step")
-    files = ("decode_model", "decode_shares", "reduce")
+    files = ("decode_model", "decode_split_kv", "reduce")
     text = "".join(next(FOLDER.rglob(f"{name}.cuh")).read_text(encoding="utf-8") for name in files)
 
     def constant(name: str) -> str:
@@ -354,7 +422,10 @@ def test_launchers_repeat_the_kernels_constants() -> None:
 
     for name in ("WARP", "WARPS", "TILE", "STEP", "SHARES"):
         assert constant(name) == str(getattr(decode_step, f"_{name}")), name
-    fp8, text8 = import_module("kernels.cuda.matmul.fp8"), (FOLDER / "matmul/fp8.cu").read_text(encoding="utf-8")
+    fp8, text8 = (
+        import_module("kernels.cuda.matmul.fp8"),
+        (FOLDER / "matmul/fp8.cu").read_text(encoding="utf-8"),
+    )
     block, columns = (int(re.search(rf"\b{name} = (\d+)", text8)[1]) for name in ("CAST_BLOCK", "COLUMNS"))  # type: ignore[index]
     for name in ("SIZE", "SCALE_BLOCK", "CAST_BLOCK", "UNDER_WAY", "COLUMNS"):
         assert re.search(rf"\b{name} = {getattr(fp8, f'_{name}')}[,;]", text8), name

@@ -25,7 +25,14 @@ pytestmark = pytest.mark.gpu
 storages = pytest.mark.parametrize("storage", STORAGES, ids=["fp32", "bf16"])
 
 # Rows without 16-byte vectors, a tail of the vocabulary in the last vector, and the sizes of models.
-VOCABULARIES = (*CROSS_ENTROPY, (3, 61, 61), (5, 509, 512), (4, 4096, 4096), (3, 50257, 50304), (2, 50304, 50304))
+VOCABULARIES = (
+    *CROSS_ENTROPY,
+    (3, 61, 61),
+    (5, 509, 512),
+    (4, 4096, 4096),
+    (3, 50257, 50304),
+    (2, 50304, 50304),
+)
 
 
 def cross_entropy(side: Side, a: Arrays) -> Arrays:
@@ -72,7 +79,9 @@ def test_cross_entropy(shape: tuple[int, int, int], spread: float, storage: Any)
 def test_cross_entropy_past_2_to_31() -> None:
     rows, width, vocab_size = 43_000, 50_304, 50_257
     side = Gpu(STORAGES[1])
-    logits = side.device.allocate(rows * width * 2).view(np.uint16).reshape(rows, width)  # zeros: every token alike
+    logits = (
+        side.device.allocate(rows * width * 2).view(np.uint16).reshape(rows, width)
+    )  # zeros: every token alike
     targets, weight = side.same(np.full(rows, 7, np.int32)), side.single(np.ones(rows))
     nll = side.single(np.full(rows, np.nan))
     side(cross_entropy_backward, logits, nll, targets, weight, vocab_size=vocab_size)
@@ -137,7 +146,11 @@ def update_inputs(run: int, runs: int) -> Arrays:
 def updates(side: Side, a: Arrays, grad_clip: float, copies: bool = True) -> Arrays:
     """Three updates from the start."""
     size = a["params"].size
-    params, exp_avg, exp_avg_sq = side.single(a["params"]), side.single(np.zeros(size)), side.single(np.zeros(size))
+    params, exp_avg, exp_avg_sq = (
+        side.single(a["params"]),
+        side.single(np.zeros(size)),
+        side.single(np.zeros(size)),
+    )
     copy = side.stored(np.full(size, np.nan)) if copies else None
     flags, lr = side.same(a["flags"]), side.same(np.array(1e-2))
     for step in (1, 2, 3):
@@ -158,7 +171,9 @@ def updates(side: Side, a: Arrays, grad_clip: float, copies: bool = True) -> Arr
 def test_adamw(shape: tuple[int, int], grad_clip: float, storage: Any) -> None:
     a = update_inputs(*shape)
     single = ("params", "exp_avg", "exp_avg_sq", "grads")
-    assert_calibrated_op(lambda side, arrays: updates(side, arrays, grad_clip), a, storage, single=single, exact=("grads",))
+    assert_calibrated_op(
+        lambda side, arrays: updates(side, arrays, grad_clip), a, storage, single=single, exact=("grads",)
+    )
 
 
 # Weights as products read them that are not the parameters' rounding; an update that depends on whether there are any.
@@ -196,7 +211,9 @@ def place(shape: Array) -> Matrices:
 def muon_inputs(shape: tuple[int, int, int, int]) -> Arrays:
     """Flat arrays. Gradient and momentum have no singular values below a tenth: smaller ones' rounding grows without bound."""
     rng, k, matrices = np.random.default_rng(shape), min(shape[2:]), place(np.array(shape))
-    arrays = {name: rng.standard_normal(4 + shape[0] * matrices.stride) for name in ("params", "exp_avg", "grads")}
+    arrays = {
+        name: rng.standard_normal(4 + shape[0] * matrices.stride) for name in ("params", "exp_avg", "grads")
+    }
     for i in np.ndindex(shape[:2]):
         u, _, vt = np.linalg.svd(rng.standard_normal(shape[2:]), full_matrices=False)
         for name in ("exp_avg", "grads"):
@@ -210,14 +227,18 @@ def muon_update(side: Side, a: Arrays) -> Arrays:
     layers, count, m, n = matrices.shape
     sizes, k = (layers * count, m, n), min(m, n)
     flat = [*(side.single(a[name]) for name in names), side.stored(np.full(a["params"].shape, 7.0))]
-    scratch = [side.stored(np.full(size, np.nan)) for size in (sizes, sizes, (sizes[0], k, k), (sizes[0], k, k))]
+    scratch = [
+        side.stored(np.full(size, np.nan)) for size in (sizes, sizes, (sizes[0], k, k), (sizes[0], k, k))
+    ]
     norm, lr = side.same(np.array(a.get("norm", 2.0))), side.same(np.array(0.5))
     side(muon, *(matrices.view(array) for array in flat), *scratch, norm, lr, weight_decay=0.1, grad_clip=1.0)
     return dict(zip((*names, "copy"), flat, strict=True))
 
 
-@pytest.fixture(params=("own", "cublaslt"))
-def _products(request: pytest.FixtureRequest, storage: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(params=("custom", "cublaslt"))
+def _products(
+    request: pytest.FixtureRequest, storage: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The GPU's products by either backend; the CPU's in fp32 rounded wherever the GPU's are."""
     pytest.importorskip("cupy")
     from kernels.cuda.matmul import cublaslt
@@ -257,7 +278,9 @@ def test_muon(shape: tuple[int, int, int, int], storage: Any) -> None:
     assert_calibrated_op(muon_update, a, storage, single=single, sums=sums, exact=("grads",))
     got = on_host(side, muon_update(side, a))
     np.testing.assert_array_equal(matrices.view(got["copy"]), rounded(matrices.view(got["params"]), storage))
-    between = {name: a[name].astype(np.float32) for name in a if name != "shape"} | {"copy": np.full_like(got["copy"], 7)}
+    between = {name: a[name].astype(np.float32) for name in a if name != "shape"} | {
+        "copy": np.full_like(got["copy"], 7)
+    }
     for name, array in between.items():
         matrices.view(array)[...] = matrices.view(got[name])
     assert_same_bits(got, between)
@@ -266,9 +289,11 @@ def test_muon(shape: tuple[int, int, int, int], storage: Any) -> None:
 # The momentum is kept for good: one update by a gradient that overflowed would spoil all that follow.
 @storages
 @pytest.mark.parametrize("norm", [np.nan, np.inf])
-def test_muon_changes_nothing_where_the_norm_is_not_finite(norm: float, storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_changes_nothing_where_the_norm_is_not_finite(
+    norm: float, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, side = {**muon_inputs((2, 3, 17, 43)), "norm": np.array(norm)}, Gpu(storage)
-    monkeypatch.setattr(gpu(), "matmul", "own", raising=False)
+    monkeypatch.setattr(gpu(), "matmul", "custom", raising=False)
     got = on_host(side, muon_update(side, a))
     before = {name: a[name].astype(np.float32) for name in a if name in got}
     assert_same_bits(got, {**before, "copy": np.full_like(got["copy"], 7)})
@@ -280,7 +305,10 @@ def test_muon_changes_nothing_where_the_norm_is_not_finite(norm: float, storage:
 def test_adamw_changes_nothing_where_the_norm_is_not_finite(norm: float, storage: Any) -> None:
     rng, side = np.random.default_rng(0), Gpu(storage)
     names = ("params", "exp_avg", "exp_avg_sq", "grads")
-    arrays = {**{name: side.single(normal(rng, 640)) for name in names}, "copy": side.stored(normal(rng, 640))}
+    arrays = {
+        **{name: side.single(normal(rng, 640)) for name in names},
+        "copy": side.stored(normal(rng, 640)),
+    }
     before = on_host(side, arrays)
     scalars = (side.same(np.full(10, 3, np.uint8)), side.same(np.array(norm)), side.same(np.array(1e-2)))
     side(adamw, *arrays.values(), *scalars, side.same(np.array(1, np.int64)), **CONSTANTS, grad_clip=1.0)
@@ -318,11 +346,14 @@ def rows_of_logits(vocab_size: int, width: int, storage: Any) -> Array:
 # A rank that ignores the id among equals, a prefix off by one, padding that is drawn, a cut that forgets the one before it.
 @storages
 @pytest.mark.parametrize(
-    ("vocab_size", "width"), [(1, 1), (7, 8), (61, 128), (1024, 1024), (1025, 1032), (5003, 5003), (50257, 50304)]
+    ("vocab_size", "width"),
+    [(1, 1), (7, 8), (61, 128), (1024, 1024), (1025, 1032), (5003, 5003), (50257, 50304)],
 )
 def test_sampling_is_the_cpus(vocab_size: int, width: int, storage: Any) -> None:
     logits, rng = rows_of_logits(vocab_size, width, storage), np.random.default_rng(0)
-    for temperature, top_k, top_p in product((0.0, 0.5, 1.0, 3.0), (0, 1, 5, 1024, 2000), (1.0, 0.9, 0.3, 1e-9)):
+    for temperature, top_k, top_p in product(
+        (0.0, 0.5, 1.0, 3.0), (0, 1, 5, 1024, 2000), (1.0, 0.9, 0.3, 1e-9)
+    ):
         settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         uniform = rng.random(4)
         expected = np.full(4, -1, np.int32)

@@ -42,7 +42,11 @@ def train(name: str, dtype: str) -> Arrays:
     result = {f"gradient {key}": gradient for key, gradient in engine.gradients().items()}
     # Without Adam's division by the gradient's own size, which would make much of a rounding: eps of 1.
     update = engine.update(AdamW(eps=1.0), 0.1)
-    result |= {"norm": np.array(update.grad_norm), "nll_sums": update.nll_sums, "nll": engine.evaluate(batch).nll}
+    result |= {
+        "norm": np.array(update.grad_norm),
+        "nll_sums": update.nll_sums,
+        "nll": engine.evaluate(batch).nll,
+    }
     return result | {key: np.array(engine.parameter(key)) for key in engine.weights()}
 
 
@@ -55,7 +59,12 @@ def everything() -> dict[str, Arrays]:
 def test_interpreted_step_is_the_compiled_one(tmp_path: Path) -> None:
     path = tmp_path / "interpreted.npz"
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    subprocess.run([sys.executable, "-m", "tests.kernels.test_debugger", str(path)], cwd=ROOT, env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_debugger", str(path)],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+    )
     with np.load(path) as archive:
         interpreted = {key: archive[key] for key in archive.files}
     compiled = everything()
@@ -73,7 +82,8 @@ def with_floor(baseline: Arrays, oracle: Arrays, unit: float) -> Arrays:
     """The baseline, its error at least four roundings of the tensor's largest element: it may be exact by chance."""
     floor = {key: 4 * unit * max(np.abs(oracle[key]).max(), 2.0**-20) for key in oracle}
     return {
-        key: oracle[key] + np.maximum(np.abs(baseline[key].astype(np.float64) - oracle[key]), floor[key]) for key in baseline
+        key: oracle[key] + np.maximum(np.abs(baseline[key].astype(np.float64) - oracle[key]), floor[key])
+        for key in baseline
     }
 
 

@@ -155,7 +155,9 @@ class Asynchronous:
 
     def forget(self, owner: int) -> None:
         """As Device's."""
-        self.recorded = {key: work for key, work in self.recorded.items() if not isinstance(key, tuple) or key[-1] != owner}
+        self.recorded = {
+            key: work for key, work in self.recorded.items() if not isinstance(key, tuple) or key[-1] != owner
+        }
 
     def mark(self) -> int:
         """How many operations there were so far."""
@@ -279,7 +281,10 @@ def test_draws_and_other_uses_in_turns(kind: str) -> None:
     engine, one, three = make_kind(kind), ids()[:, :2].copy(), ids(3)[:, :2].copy()
     expected = [one_by_one(tokens, BANNED, DRAWN) for tokens in (one, three)]
     logits = engine.decode(one, engine.cache())
-    running = [engine.draws(tokens, engine.cache(len(tokens)), uniforms(len(tokens)), BANNED, **DRAWN) for tokens in (one, three)]
+    running = [
+        engine.draws(tokens, engine.cache(len(tokens)), uniforms(len(tokens)), BANNED, **DRAWN)
+        for tokens in (one, three)
+    ]
     for pair in zip(*expected, strict=True):
         for draws, drawn in zip(running, pair, strict=True):
             np.testing.assert_array_equal(next(draws), drawn)
@@ -310,10 +315,16 @@ def test_cache_of_draws_is_its_own(kind: str) -> None:
 # at once, and an engine that is still busy when its text is dropped.
 @pytest.mark.parametrize("kind", ["late", "at once"])
 def test_generation_is_the_same_where_the_device_is_ahead(kind: str) -> None:
-    (plain, engine), sampling = (make_kind(which) for which in ("cpu", kind)), Sampling(temperature=1.5, seed=3)
+    (plain, engine), sampling = (
+        (make_kind(which) for which in ("cpu", kind)),
+        Sampling(temperature=1.5, seed=3),
+    )
     whole = list(generate(plain, [1, 2], sampling, max_tokens=4 * CONTEXT))
     assert list(generate(engine, [1, 2], sampling, max_tokens=4 * CONTEXT)) == whole
-    assert list(generate(engine, [1, 2], sampling, max_tokens=4 * CONTEXT, stop=whole[9:10])) == whole[: whole.index(whole[9])]
+    assert (
+        list(generate(engine, [1, 2], sampling, max_tokens=4 * CONTEXT, stop=whole[9:10]))
+        == whole[: whole.index(whole[9])]
+    )
     pair = [generate(engine, [1, 2], sampling, max_tokens=4 * CONTEXT) for _ in range(2)]
     assert list(zip(*pair, strict=True)) == list(zip(whole, whole, strict=True))
     prompts = [[1, 2], [3], [4] * CONTEXT, [5] * 7]

@@ -36,7 +36,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, library: Any) -> None:
 
 # A GPU that is passed over, or a CPU machine that is taken for one with a GPU.
 @pytest.mark.parametrize(
-    ("library", "visible"), [(None, False), (driver(100, 0), False), (driver(0, 0), False), (driver(0, 2), True)]
+    ("library", "visible"),
+    [(None, False), (driver(100, 0), False), (driver(0, 0), False), (driver(0, 2), True)],
 )
 def test_gpu_visible(library: Any, visible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, library)
@@ -46,7 +47,9 @@ def test_gpu_visible(library: Any, visible: bool, monkeypatch: pytest.MonkeyPatc
 # Training that goes on for days on the CPU because the GPU's driver is broken.
 def test_a_driver_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, driver(803, 0))
-    with pytest.raises(ValueError, match=r"^runtime\.device: the NVIDIA driver does not start \(cuInit gives 803\); "):
+    with pytest.raises(
+        ValueError, match=r"^runtime\.device: the NVIDIA driver does not start \(cuInit gives 803\); "
+    ):
         devices.open_ops("auto", Numerics())
 
 
@@ -54,7 +57,9 @@ def test_a_driver_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatc
 def test_a_gpu_without_cupy_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, driver(0, 1))
     monkeypatch.setitem(sys.modules, "kernels.cuda", None)
-    with pytest.raises(ValueError, match=r"^runtime\.device: a GPU needs CuPy .* pip install .*; or set it to cpu$"):
+    with pytest.raises(
+        ValueError, match=r"^runtime\.device: a GPU needs CuPy .* pip install .*; or set it to cpu$"
+    ):
         devices.open_ops("auto", Numerics())
 
 
@@ -64,7 +69,9 @@ def test_what_the_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(devices.open_ops("auto", Numerics(), dtype=np.float64), CpuOps)
     installed(monkeypatch, None)
     assert isinstance(devices.open_ops("auto", Numerics()), CpuOps)
-    with pytest.raises(ValueError, match=r"^numerics\.precision: the CPU computes in fp32, got bf16; set it to fp32$"):
+    with pytest.raises(
+        ValueError, match=r"^numerics\.precision: the CPU computes in fp32, got bf16; set it to fp32$"
+    ):
         devices.open_ops("cpu", Numerics(precision="bf16"))
 
 
@@ -88,7 +95,9 @@ def failing(*_: Any) -> None:
 # A traceback where a line would do: no driver or one too old, no GPU, one too old, memory that is gone, a kernel that failed.
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     device = cupy_with(monkeypatch, getDeviceCount=failing)
-    with pytest.raises(ValueError, match=r"^runtime\.device: .* driver for CUDA 13 \(CUDA driver version.*set it to cpu$"):
+    with pytest.raises(
+        ValueError, match=r"^runtime\.device: .* driver for CUDA 13 \(CUDA driver version.*set it to cpu$"
+    ):
         device.Device()
     cupy_with(monkeypatch, getDeviceCount=lambda: 0)
     with pytest.raises(ValueError, match=r"^runtime\.device: no CUDA GPU is visible; set it to cpu$"):
@@ -96,7 +105,9 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     old = {"name": b"Quadro", "major": 7, "minor": 5, "multiProcessorCount": 4}
     monkeypatch.setattr(device.cupy.cuda, "Device", lambda: SimpleNamespace(id=0))
     cupy_with(monkeypatch, getDeviceCount=lambda: 1, getDeviceProperties=lambda index: old)
-    with pytest.raises(ValueError, match=r"^runtime\.device: Quadro is too old \(\(7, 5\), needed is \(8, 0\)\); "):
+    with pytest.raises(
+        ValueError, match=r"^runtime\.device: Quadro is too old \(\(7, 5\), needed is \(8, 0\)\); "
+    ):
         device.Device()
 
 
@@ -118,9 +129,13 @@ def test_memory_that_is_gone_and_a_kernel_that_failed(monkeypatch: pytest.Monkey
 
     broken.stream = Stream()
     monkeypatch.setattr(device.cupy, "zeros", full)
-    with pytest.raises(ValueError, match=r"^memory: the GPU has no 4\.0 GiB left, 1\.0 are free; set a smaller micro_batch"):
+    with pytest.raises(
+        ValueError, match=r"^memory: the GPU has no 4\.0 GiB left, 1\.0 are free; set a smaller micro_batch"
+    ):
         broken.allocate(2**32)
-    with pytest.raises(ValueError, match=r"^CUDA: a kernel failed: .*; `compute-sanitizer python -m stages\.NAME` says which"):
+    with pytest.raises(
+        ValueError, match=r"^CUDA: a kernel failed: .*; `compute-sanitizer python -m stages\.NAME` says which"
+    ):
         broken.synchronize()
     with pytest.raises(ValueError, match=r"^CUDA: a kernel failed: "):
         broken.synchronize(Stream())
@@ -134,15 +149,22 @@ def test_a_compiler_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_pat
         raise RuntimeError(f"no {name}")
 
     monkeypatch.setenv("NANOEULER_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"(?s)^CUDA: suppress_tokens\.cu does not compile as nothing<float> with .*nothing"):
+    with pytest.raises(
+        ValueError, match=r"(?s)^CUDA: suppress_tokens\.cu does not compile as nothing<float> with .*nothing"
+    ):
         nvrtc.compile_instance("suppress_tokens.cu", "nothing<float>", "sm_90")
     monkeypatch.setattr(nvrtc, "find_nvidia_header_directory", lambda name: None)
     nvrtc._headers.cache_clear()
-    with pytest.raises(ValueError, match=r"^CUDA: the headers \(cuda_bf16\.h\) were not found; python -m pip install nvidia-"):
+    with pytest.raises(
+        ValueError, match=r"^CUDA: the headers \(cuda_bf16\.h\) were not found; python -m pip install nvidia-"
+    ):
         nvrtc.compile_instance("suppress_tokens.cu", "suppress_tokens<float>", "sm_90")
     nvrtc._headers.cache_clear()
     monkeypatch.setattr(nvrtc, "load_nvidia_dynamic_lib", missing)
     nvrtc._nvrtc.cache_clear()
-    with pytest.raises(ValueError, match=r"^CUDA: the compiler library NVRTC was not found \(no nvrtc\); python -m pip install"):
+    with pytest.raises(
+        ValueError,
+        match=r"^CUDA: the compiler library NVRTC was not found \(no nvrtc\); python -m pip install",
+    ):
         nvrtc.compile_instance("suppress_tokens.cu", "other<float>", "sm_90")
     nvrtc._nvrtc.cache_clear()

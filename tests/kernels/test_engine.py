@@ -96,7 +96,10 @@ def test_loss_at_the_start_is_that_of_guessing(name: str) -> None:
 # that a document's first one already tells all that follows.
 @NAMES
 def test_learns_one_batch_by_heart(name: str) -> None:
-    engine, ids = make(name, micro_batch=2), np.random.default_rng(0).permutation(VOCAB).astype(np.int32)[:24].reshape(2, 12)
+    engine, ids = (
+        make(name, micro_batch=2),
+        np.random.default_rng(0).permutation(VOCAB).astype(np.int32)[:24].reshape(2, 12),
+    )
     document = np.repeat([[0, 1], [0, 0]], [5, 6], axis=1).astype(np.int32)
     batch = Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), document, np.ones((2, CONTEXT), np.float32))
     sums = head_weight_sums(batch, engine.config.mtp_heads)
@@ -118,7 +121,9 @@ def test_two_micro_steps_are_one_of_twice_the_size(name: str) -> None:
     weight[:2] *= 0.1
     whole = dataclasses.replace(whole, loss_weight=weight)
     fields = [field.name for field in dataclasses.fields(Batch)]
-    halves = [Batch(**{f: getattr(whole, f)[part].copy() for f in fields}) for part in (slice(0, 2), slice(2, 4))]
+    halves = [
+        Batch(**{f: getattr(whole, f)[part].copy() for f in fields}) for part in (slice(0, 2), slice(2, 4))
+    ]
     oracle, baseline = accumulated(make(name, dtype=np.float64), whole), accumulated(make(name), whole)
     assert_calibrated(accumulated(make(name), *halves), oracle, baseline, 4)
     exact = accumulated(make(name, dtype=np.float64), *halves)
@@ -141,7 +146,9 @@ def test_evaluation_does_not_disturb_training(name: str) -> None:
         engine.micro_step(batches[1], scale)
         gradients = engine.gradients()
         update = engine.update(AdamW(), 1e-2)
-        results.append({**gradients, **engine.state(), "sums": update.nll_sums, "norm": np.array(update.grad_norm)})
+        results.append(
+            {**gradients, **engine.state(), "sums": update.nll_sums, "norm": np.array(update.grad_norm)}
+        )
     assert_same_bits(results[1], results[0])
 
 
@@ -348,7 +355,9 @@ def test_impossible_engines(kind: dict[str, Any], message: str) -> None:
 # A precision that is silently another.
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 def test_precision_of_the_cpu(precision: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^numerics\.precision: the CPU computes in fp32, got {precision}; set it to fp32$"):
+    with pytest.raises(
+        ValueError, match=rf"^numerics\.precision: the CPU computes in fp32, got {precision}; set it to fp32$"
+    ):
         Engine(MODELS["euler"], Numerics(precision=precision), micro_batch=1)
 
 
@@ -370,7 +379,10 @@ ONES = np.ones((ROWS, CONTEXT), np.int32)
         (changed(tokens=ONES.astype(np.int64)), r"^tokens: expected \(4, 11\) int32, got \(4, 11\) int64$"),
         (changed(targets=ONES[:, :3]), r"^targets: expected \(4, 11\) int32, got \(4, 3\) int32$"),
         (changed(document=ONES[:2]), r"^document: expected \(4, 11\) int32, got \(2, 11\) int32$"),
-        (changed(loss_weight=np.ones((4, 11))), r"^loss_weight: expected \(4, 11\) float32, got \(4, 11\) float64$"),
+        (
+            changed(loss_weight=np.ones((4, 11))),
+            r"^loss_weight: expected \(4, 11\) float32, got \(4, 11\) float64$",
+        ),
         (changed(tokens=ONES * VOCAB), r"^tokens: expected ids 0 to 60, got 61 to 61$"),
         (changed(targets=-ONES), r"^targets: expected ids 0 to 60, got -1 to -1$"),
     ],
@@ -403,8 +415,13 @@ def test_impossible_weights() -> None:
 def test_smaller_batches(name: str) -> None:
     config: ModelConfig = MODELS[name]
     ids = np.arange(4, dtype=np.int32)[None]
-    small = Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), np.zeros((1, 3), np.int32), np.ones((1, 3), np.float32))
-    large, exact = make(name, dtype=np.float64), Engine(config, PLAIN, micro_batch=1, threads=1, dtype=np.float64)
+    small = Batch(
+        ids[:, :-1].copy(), ids[:, 1:].copy(), np.zeros((1, 3), np.int32), np.ones((1, 3), np.float32)
+    )
+    large, exact = (
+        make(name, dtype=np.float64),
+        Engine(config, PLAIN, micro_batch=1, threads=1, dtype=np.float64),
+    )
     large.evaluate(make_batch())
     first, second = accumulated(large, small), accumulated(exact, small)
     for key in first:

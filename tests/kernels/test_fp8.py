@@ -46,7 +46,11 @@ def test_rounds_to_nearest() -> None:
 def test_scale_and_transposed() -> None:
     inp = np.random.default_rng(0).standard_normal((5, 16), np.float32)
     inp[2, 3] = -7
-    out, transposed, scale = np.empty(inp.shape, np.uint8), np.full((16, 16), 99, np.uint8), np.full((), np.nan, np.float32)
+    out, transposed, scale = (
+        np.empty(inp.shape, np.uint8),
+        np.full((16, 16), 99, np.uint8),
+        np.full((), np.nan, np.float32),
+    )
     fp8(out, transposed, scale, None, inp, measure=True)
     assert scale == np.float32(7) / TOP
     assert np.array_equal(transposed[:, :5], out.T)
@@ -60,9 +64,20 @@ def test_scale_and_transposed() -> None:
 # A magnitude that a smaller one takes the place of, that outlives its update or makes another factor's scale; zeros' scale; an
 # update that is not applied and leaves scales behind.
 def test_scales_of_the_next_update() -> None:
-    scales, most, out = np.full((2, 3, 4), 5, np.float32), np.zeros((2, 2), np.int32), np.empty((1, 16), np.uint8)
+    scales, most, out = (
+        np.full((2, 3, 4), 5, np.float32),
+        np.zeros((2, 2), np.int32),
+        np.empty((1, 16), np.uint8),
+    )
     for largest in (3.0, 6.0, 2.0):
-        fp8(out, out.T.copy(), ONE.copy(), most[0, 0:1].reshape(()), np.array([[-largest, 1.0] * 8]), measure=False)
+        fp8(
+            out,
+            out.T.copy(),
+            ONE.copy(),
+            most[0, 0:1].reshape(()),
+            np.array([[-largest, 1.0] * 8]),
+            measure=False,
+        )
     most[1, 1] = np.float32(112).view(np.int32)
     before = most.copy()
     fp8_rescale(scales, most, np.array(np.inf))
@@ -76,7 +91,11 @@ def test_scales_of_the_next_update() -> None:
 # Zeros that divide by zero; a number that is not finite and does not show in the product.
 @pytest.mark.parametrize("measure", [True, False])
 def test_zeros_and_what_is_not_finite(measure: bool) -> None:
-    out, transposed, scale = np.empty((2, 16), np.uint8), np.empty((16, 2), np.uint8), np.zeros((), np.float32)
+    out, transposed, scale = (
+        np.empty((2, 16), np.uint8),
+        np.empty((16, 2), np.uint8),
+        np.zeros((), np.float32),
+    )
     fp8(out, transposed, scale, None, np.zeros((2, 16), np.float32), measure=True)
     assert 0 < scale < 1e-30
     assert not out.any()

@@ -14,7 +14,20 @@ from kernels.generation import Sampling, generate, generate_batch
 VOCAB, CONTEXT = 40, 12
 GREEDY = Sampling(temperature=0)
 EULER = ModelConfig(VOCAB, 2, 4, 2, 16, 24, CONTEXT, mtp_heads=2)
-GPT2 = ModelConfig(VOCAB, 2, 2, 2, 16, 24, CONTEXT, norm="layernorm", position="learned", mlp="gelu", bias=True, tied_head=True)
+GPT2 = ModelConfig(
+    VOCAB,
+    2,
+    2,
+    2,
+    16,
+    24,
+    CONTEXT,
+    norm="layernorm",
+    position="learned",
+    mlp="gelu",
+    bias=True,
+    tied_head=True,
+)
 
 
 def tiny(config: ModelConfig, micro_batch: int) -> Engine:
@@ -169,9 +182,16 @@ def test_sampling_is_validated(name: str, value: float) -> None:
 # An id outside of the vocabulary reads beyond the embedding; the complaint must come at the call, not at the first token.
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
-    [([], 1, "at least one token"), ([VOCAB], 1, f"ids 0 to {VOCAB - 1}"), ([-1], 1, "ids 0 to"), ([1], 0, "max_tokens")],
+    [
+        ([], 1, "at least one token"),
+        ([VOCAB], 1, f"ids 0 to {VOCAB - 1}"),
+        ([-1], 1, "ids 0 to"),
+        ([1], 0, "max_tokens"),
+    ],
 )
-def test_arguments_are_checked_at_once(engine: Engine, prompt: list[int], max_tokens: int, message: str) -> None:
+def test_arguments_are_checked_at_once(
+    engine: Engine, prompt: list[int], max_tokens: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         generate(engine, prompt, GREEDY, max_tokens=max_tokens)
     with pytest.raises(ValueError, match=message):

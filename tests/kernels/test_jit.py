@@ -24,7 +24,10 @@ print(hashlib.sha256(logits.tobytes() + nll.tobytes()).hexdigest())
 def test_what_is_just_compiled_gives_the_bits_of_what_is_read_from_the_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "NANOEULER_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", LOSS]
-    runs = [subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
+    runs = [
+        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
     assert len(list(tmp_path.rglob("*._backward-*.nbc"))) == 1  # the second run had something to read
     assert runs[0].stdout == runs[1].stdout
 
@@ -34,7 +37,12 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     environment = {**os.environ, "NANOEULER_CACHE": str(tmp_path / "file")}
     done = subprocess.run(
-        [sys.executable, "-c", "import kernels.cpu"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", "import kernels.cpu"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {tmp_path / 'file'}") and "set NANOEULER_CACHE" in done.stderr
@@ -54,7 +62,9 @@ print(len(rank_table(np.zeros((3, 3), np.int32))))
 def test_a_cache_that_fills_up(tmp_path: Path) -> None:
     pytest.importorskip("resource")
     environment = {**os.environ, "NANOEULER_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", FULL], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == 16
     assert done.stderr.startswith(f"note: {tmp_path} cannot keep what was compiled: File too large; ")

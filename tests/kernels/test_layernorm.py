@@ -39,7 +39,11 @@ def run(a: Arrays, before: float = 0.0, alias: bool = False) -> Arrays:
     """layernorm; with `alias`, dinp is dout's own array."""
     inp, weight, dout = a["inp"], a["weight"], a["dout"].copy()
     out, mean, rstd = unwritten(inp), unwritten(inp, len(inp)), unwritten(inp, len(inp))
-    dinp, dweight, dbias = dout if alias else unwritten(inp), np.full_like(weight, before), np.full_like(weight, before)
+    dinp, dweight, dbias = (
+        dout if alias else unwritten(inp),
+        np.full_like(weight, before),
+        np.full_like(weight, before),
+    )
     layernorm_forward(out, mean, rstd, inp, weight, a["bias"], eps=EPS)
     layernorm_backward(dinp, dweight, dbias, dout, inp, weight, mean, rstd)
     return {"out": out, "mean": mean, "rstd": rstd, "dinp": dinp, "dweight": dweight, "dbias": dbias}
@@ -54,10 +58,18 @@ def run_residual(a: Arrays, before: float = 0.0, alias: bool = False) -> Arrays:
     mean, rstd = unwritten(branch, len(branch)), unwritten(branch, len(branch))
     dinp = dresidual_out if alias and dresidual_out is not None else unwritten(branch)
     dweight, dbias = np.full_like(weight, before), np.full_like(weight, before)
-    residual_layernorm_forward(residual_out, out, mean, rstd, a["residual"], branch, branch_bias, weight, a["bias"], eps=EPS)
-    residual_layernorm_backward(dinp, dweight, dbias, dbranch_bias, dresidual_out, a["dout"], residual_out, weight, mean, rstd)
+    residual_layernorm_forward(
+        residual_out, out, mean, rstd, a["residual"], branch, branch_bias, weight, a["bias"], eps=EPS
+    )
+    residual_layernorm_backward(
+        dinp, dweight, dbias, dbranch_bias, dresidual_out, a["dout"], residual_out, weight, mean, rstd
+    )
     saved = {"residual_out": residual_out, "out": out, "mean": mean, "rstd": rstd}
-    sums = {"dweight": dweight, "dbias": dbias, **({} if dbranch_bias is None else {"dbranch_bias": dbranch_bias})}
+    sums = {
+        "dweight": dweight,
+        "dbias": dbias,
+        **({} if dbranch_bias is None else {"dbranch_bias": dbranch_bias}),
+    }
     return {**saved, "dbranch": dinp, "dresidual": dinp.copy(), **sums}
 
 
@@ -76,7 +88,9 @@ def test_forward_is_the_formula(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", ROWS)
 def test_gradient(shape: tuple[int, int]) -> None:
     assert_gradients(run, inputs(*shape), NORM, ("inp", "weight", "bias"))
-    assert_gradients(run_residual, inputs(*shape), RESIDUAL, ("branch", "branch_bias", "residual", "weight", "bias"))
+    assert_gradients(
+        run_residual, inputs(*shape), RESIDUAL, ("branch", "branch_bias", "residual", "weight", "bias")
+    )
 
 
 # A constant or a sum held in the wrong precision. The terms of dinp, each of the size of rstd * g, may cancel; the
@@ -84,11 +98,20 @@ def test_gradient(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", ROWS)
 def test_float32(shape: tuple[int, int]) -> None:
     a = inputs(*shape)
-    g, inp = float(np.abs(a["dout"] * a["weight"]).max()), float(np.abs(a["inp"]).max() + np.abs(a["branch"]).max())
+    g, inp = (
+        float(np.abs(a["dout"] * a["weight"]).max()),
+        float(np.abs(a["inp"]).max() + np.abs(a["branch"]).max()),
+    )
     for one in (run, run_residual):
         rstd = float(one(a)["rstd"].max())
         dinp = g * rstd * max(1, rstd * inp) + float(np.abs(a["dresidual_out"]).max())
-        scale = {"mean": inp, "dinp": dinp, "dbranch": dinp, "dresidual": dinp, "rstd": rstd * max(1, rstd * inp)}
+        scale = {
+            "mean": inp,
+            "dinp": dinp,
+            "dbranch": dinp,
+            "dresidual": dinp,
+            "rstd": rstd * max(1, rstd * inp),
+        }
         scale["dbranch_bias"] = dinp * len(a["inp"])
         assert_float32(one, a, max(shape), scale)
 
@@ -102,7 +125,11 @@ def test_same_bits_again_and_on_one_thread(one) -> None:  # type: ignore[no-unty
 # Gradient accumulation would keep only the last micro-batch.
 @pytest.mark.parametrize("one", [run, run_residual])
 def test_parameter_gradients_accumulate(one) -> None:  # type: ignore[no-untyped-def]
-    assert_accumulates(one, inputs(17, 65), ("dweight", "dbias", "dbranch_bias") if one is run_residual else ("dweight", "dbias"))
+    assert_accumulates(
+        one,
+        inputs(17, 65),
+        ("dweight", "dbias", "dbranch_bias") if one is run_residual else ("dweight", "dbias"),
+    )
 
 
 # model.py passes one array as dinp and dresidual_out: an element read after it was written would be wrong.
@@ -113,14 +140,19 @@ def test_aliasing(one) -> None:  # type: ignore[no-untyped-def]
 
 
 # The fusion would be another function than its parts, or take what is not given for something other than zero.
-@pytest.mark.parametrize("without", [(), ("branch_bias",), ("dresidual_out",), ("branch_bias", "dresidual_out")], ids=str)
+@pytest.mark.parametrize(
+    "without", [(), ("branch_bias",), ("dresidual_out",), ("branch_bias", "dresidual_out")], ids=str
+)
 def test_residual_is_addition_then_norm(without: tuple[str, ...]) -> None:
     a = inputs(17, 65)
     fused = run_residual({name: array for name, array in a.items() if name not in without})
     a |= {name: np.zeros_like(a[name]) for name in without}
     total = a["residual"] + (a["branch"] + a["branch_bias"])
     parts = run({**a, "inp": total})
-    dinp, scale = parts["dinp"] + a["dresidual_out"], np.abs(parts["dinp"]).max() + np.abs(a["dresidual_out"]).max()
+    dinp, scale = (
+        parts["dinp"] + a["dresidual_out"],
+        np.abs(parts["dinp"]).max() + np.abs(a["dresidual_out"]).max(),
+    )
     assert_within("residual_out", fused["residual_out"], total, 0)
     assert_within("out", fused["out"], parts["out"], 1e-13 * np.abs(parts["out"]).max())
     assert_within("dbranch", fused["dbranch"], dinp, 1e-13 * scale)
@@ -138,7 +170,9 @@ def test_large_mean_keeps_the_variance() -> None:
     # Adding 4096 to the input rounds it to 2^-11 of a unit; what float32 adds to that is the mean's own rounding.
     a["inp"] = a["inp"].astype(np.float32).astype(np.float64)
     got, exact = run(single(a)), run(a)
-    assert_within("out", got["out"], exact["out"], 4096 * 2.0**-23 * np.abs(a["weight"]).max() * exact["rstd"].max())
+    assert_within(
+        "out", got["out"], exact["out"], 4096 * 2.0**-23 * np.abs(a["weight"]).max() * exact["rstd"].max()
+    )
 
 
 # One column: the variance is zero and only eps keeps the division finite.

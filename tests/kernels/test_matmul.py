@@ -21,7 +21,12 @@ from tests.compare import (
 def inputs(rows: int, outputs: int, width: int) -> Arrays:
     """Random arrays, with a dinp to accumulate into."""
     rng = np.random.default_rng([rows, outputs, width])
-    sizes = {"inp": (rows, width), "weight": (outputs, width), "dout": (rows, outputs), "first": (rows, width)}
+    sizes = {
+        "inp": (rows, width),
+        "weight": (outputs, width),
+        "dout": (rows, outputs),
+        "first": (rows, width),
+    }
     return {name: normal(rng, *shape) for name, shape in sizes.items()}
 
 
@@ -83,4 +88,6 @@ def test_weight_gradient_overwrites_where_asked(shape: tuple[int, int, int]) -> 
 def test_input_gradient_accumulates_where_asked(shape: tuple[int, int, int]) -> None:
     a = inputs(*shape)
     got = run(a)
-    assert_within("dinp_added", got["dinp_added"], got["dinp"] + a["first"], 1e-14 * (4 + np.abs(got["dinp"]).max()))
+    assert_within(
+        "dinp_added", got["dinp_added"], got["dinp"] + a["first"], 1e-14 * (4 + np.abs(got["dinp"]).max())
+    )

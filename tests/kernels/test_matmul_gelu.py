@@ -15,7 +15,13 @@ SHAPES = [(1, 1, 1), (5, 24, 7), (67, 130, 33)]  # rows, hidden, width
 def inputs(rows: int, hidden: int, width: int) -> Arrays:
     """Random arrays; up comes to lie where GELU is curved."""
     rng = np.random.default_rng([rows, hidden, width])
-    sizes = {"inp": (rows, width), "weight": (hidden, width), "bias": (hidden,), "dout": (rows, width), "down": (width, hidden)}
+    sizes = {
+        "inp": (rows, width),
+        "weight": (hidden, width),
+        "bias": (hidden,),
+        "dout": (rows, width),
+        "down": (width, hidden),
+    }
     return {name: normal(rng, *size) / np.sqrt(size[-1]) for name, size in sizes.items()} | {
         "dweight": normal(rng, width, hidden),
         "dbias": normal(rng, hidden),

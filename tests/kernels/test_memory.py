@@ -81,7 +81,18 @@ def test_inference_holds_one_layer(name: str) -> None:
     assert all(buffer.layers == 1 for buffer in plan)
     assert {buffer.kind for buffer in plan} == {"parameters", "activations", "logits"}
     trained = {buffer.name: buffer.layers for buffer in full_plan(deep)}
-    for kept in ("residual1", "norm1", "qkv", "attended", "residual2", "norm2", "up", "act", "lse", "norm1_rstd"):
+    for kept in (
+        "residual1",
+        "norm1",
+        "qkv",
+        "attended",
+        "residual2",
+        "norm2",
+        "up",
+        "act",
+        "lse",
+        "norm1_rstd",
+    ):
         assert trained[kept] == 9, kept
 
 
@@ -121,7 +132,10 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
 
 # Host and device each with memory of its own: a token that is read anew for ever.
 def test_exchange_is_one_memory() -> None:
-    plan, memory = [Buffer("a", "k", (3,), FLOAT32), Buffer("b", "k", (2,), FLOAT32)], np.zeros(3 * ALIGNMENT_BYTES, np.uint8)
+    plan, memory = (
+        [Buffer("a", "k", (3,), FLOAT32), Buffer("b", "k", (2,), FLOAT32)],
+        np.zeros(3 * ALIGNMENT_BYTES, np.uint8),
+    )
     exchange = Exchange(plan, lambda size: (memory[:size], memory[:size]))
     exchange.host.view("a", (3,))[...] = 1
     exchange.host.view("b", (2,))[...] = 2
@@ -140,16 +154,26 @@ def test_fp8_is_counted(name: str) -> None:
         assert before.offset + before.size <= after.offset
 
     def planned(numerics: Numerics, training: bool = True) -> dict[str, Buffer]:
-        return {b.name: b for b in memory_plan(config, numerics, 3, training=training, storage=np.dtype(np.uint16))}
+        return {
+            b.name: b
+            for b in memory_plan(config, numerics, 3, training=training, storage=np.dtype(np.uint16))
+        }
 
     plain, plan = planned(Numerics(precision="bf16")), planned(Numerics(precision="fp8"))
-    assert planned(Numerics(precision="bf16"), training=False) == planned(Numerics(precision="fp8"), training=False)
+    assert planned(Numerics(precision="bf16"), training=False) == planned(
+        Numerics(precision="fp8"), training=False
+    )
     assert {buffer.name for buffer in plan.values() if plain.get(buffer.name) != buffer} == {
         "norm1", "norm2", "act", "fp8_weights", "fp8_transposed", "fp8_scales", "fp8_most",
         *(f"fp8_inp_{linear}" for linear in ("qkv", "proj", "up", "down")),
     }  # fmt: skip
     assert plan["fp8_weights"].total_bytes >= sum(p.size for p in products)
     assert (plan["norm1"].layers, plan["norm2"].layers, plan["act"].layers) == (1, 1, 1)
-    for linear, width in (("qkv", config.dim), ("proj", config.dim), ("up", config.dim), ("down", config.ffn)):
+    for linear, width in (
+        ("qkv", config.dim),
+        ("proj", config.dim),
+        ("up", config.dim),
+        ("down", config.ffn),
+    ):
         assert (plan[f"fp8_inp_{linear}"].shape, plan[f"fp8_inp_{linear}"].layers) == ((160 * width,), layers)
     assert (plan["fp8_scales"].shape, plan["fp8_most"].shape) == ((4 * layers, 3, 4), (4 * layers, 2))

@@ -55,7 +55,9 @@ def test_count_of_gpt2() -> None:
 
 # euler_1m by hand: a factor 2 forgotten in a SwiGLU or in the key/value heads.
 def test_count_of_euler() -> None:
-    config = ModelConfig(vocab_size=512, layers=4, heads=4, kv_heads=2, dim=128, ffn=344, context=128, mtp_heads=4)
+    config = ModelConfig(
+        vocab_size=512, layers=4, heads=4, kv_heads=2, dim=128, ffn=344, context=128, mtp_heads=4
+    )
     layer = (128 + 2 * 64) * 128 + 128 * 128 + 3 * 344 * 128 + 2 * 128
     assert sum(p.size for p in parameter_table(config)) == 5 * 512 * 128 + 4 * layer + 128
 

@@ -9,8 +9,28 @@ from kernels.config import Numerics, Optimizer
 from kernels.cpu.muon import ITERATIONS, MOMENTUM, SCALE, iterate, muon
 from kernels.engine import AdamW, Engine
 from kernels.memory import memory_plan
-from kernels.parameters import CLEARED, DECAYS, MUON, RUN, Matrices, flat_size, hidden_matrices, named, parameter_table, run_flags
-from tests.compare import Array, Arrays, assert_repeats, assert_same_bits, assert_within, normal, single, unwritten
+from kernels.parameters import (
+    CLEARED,
+    DECAYS,
+    MUON,
+    RUN,
+    Matrices,
+    flat_size,
+    hidden_matrices,
+    named,
+    parameter_table,
+    run_flags,
+)
+from tests.compare import (
+    Array,
+    Arrays,
+    assert_repeats,
+    assert_same_bits,
+    assert_within,
+    normal,
+    single,
+    unwritten,
+)
 from tests.gradient_check import MODELS, make_problem
 
 # Wide, square and tall; columns that no vector divides; a product of few rows, which goes another way; a single row and column.
@@ -30,7 +50,12 @@ def scratch(like: Array) -> tuple[Array, Array, Array, Array]:
     """What an update of matrices (.., m, n) computes in."""
     shape = (like[..., 0, 0].size, *like.shape[-2:])
     square = (shape[0], min(shape[1:]), min(shape[1:]))
-    return unwritten(like, *shape), unwritten(like, *shape), unwritten(like, *square), unwritten(like, *square)
+    return (
+        unwritten(like, *shape),
+        unwritten(like, *shape),
+        unwritten(like, *square),
+        unwritten(like, *square),
+    )
 
 
 # A coefficient, a sign or a factor that is another: singular values that stay, run away or settle elsewhere; a product from the
@@ -45,7 +70,9 @@ def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
         x, spare = spare, x
     values = np.linalg.svd(x, compute_uv=False)
     assert values.min() > 0.67 and values.max() < 1.21, values
-    assert np.linalg.norm(x - orthogonal, 2) < 0.33  # no singular value is further from 1, and the vectors are the same
+    assert (
+        np.linalg.norm(x - orthogonal, 2) < 0.33
+    )  # no singular value is further from 1, and the vectors are the same
     assert (x * orthogonal).sum() > 0.97 * np.linalg.norm(x) * np.linalg.norm(orthogonal)
 
 
@@ -59,7 +86,9 @@ def inputs(m: int, n: int) -> Arrays:
 def run(a: Arrays, **constants: float) -> Arrays:
     """One update of copies: of a matrix, or of (layers, count, m, n)."""
     shape = a["params"].shape
-    arrays = {name: a[name].copy() for name in ("params", "exp_avg", "grads")} | {"copy": np.full(shape, np.nan, np.float32)}
+    arrays = {name: a[name].copy() for name in ("params", "exp_avg", "grads")} | {
+        "copy": np.full(shape, np.nan, np.float32)
+    }
     norm, lr = a["grad_norm"].astype(np.float64), a["lr"].astype(np.float64)
     params, exp_avg, grads, copy = (array.reshape((1, 1, *shape)[-4:]) for array in arrays.values())
     muon(params, exp_avg, grads, copy, *scratch(params), norm, lr, **{**CONSTANTS, **constants})
@@ -100,7 +129,12 @@ def test_update_is_the_papers(shape: tuple[int, int], norm: float, grad_clip: fl
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e4])
 def test_size_of_an_update(shape: tuple[int, int], size: float) -> None:
     a = inputs(*shape)
-    a |= {"grads": a["grads"] * size, "exp_avg": np.zeros(shape), "params": np.zeros(shape), "grad_norm": np.array(0.0)}
+    a |= {
+        "grads": a["grads"] * size,
+        "exp_avg": np.zeros(shape),
+        "params": np.zeros(shape),
+        "grad_norm": np.array(0.0),
+    }
     step = run(single(a))["params"].astype(np.float64) / 1e-2
     assert 0.67 * SCALE < np.sqrt(np.mean(step**2)) < 1.21 * SCALE
 
@@ -132,7 +166,9 @@ def test_matrices_are_updated_each_by_itself() -> None:
     m, n, rng = 17, 30, np.random.default_rng(0)
     place = Matrices((3, 2, m, n), first=4, stride=2 * m * n + 7, begin=5)
     flat = {name: normal(rng, 4 + 3 * place.stride) for name in ("params", "exp_avg", "grads")}
-    views = {name: place.view(array) * np.geomspace(1, 1e4, 6).reshape(3, 2, 1, 1) for name, array in flat.items()}
+    views = {
+        name: place.view(array) * np.geomspace(1, 1e4, 6).reshape(3, 2, 1, 1) for name, array in flat.items()
+    }
     scalars = {"grad_norm": np.array(0.5), "lr": np.array(1e-2)}
     got = run({**views, **scalars})
     for layer, i in np.ndindex(3, 2):
@@ -161,16 +197,23 @@ def test_which_matrices(name: str) -> None:
         rows = named(flat, [p])[p.name].reshape(p.shape[0], -1)
         assert (rows == rows[:, :1]).all() and ((rows // 1000) == hidden).all(), p.name
         assert not hidden or len(np.unique(rows)) == counts[part]
-        flags = [run_flags(table, optimizer)[p.offset // RUN : p.offset // RUN + p.runs] for optimizer in ("adamw", "muon")]
+        flags = [
+            run_flags(table, optimizer)[p.offset // RUN : p.offset // RUN + p.runs]
+            for optimizer in ("adamw", "muon")
+        ]
         assert (flags[0] == DECAYS * (len(p.shape) > 1) + CLEARED * (not p.product)).all()
         assert (flags[1] == flags[0] + MUON * hidden).all()
-    keys = named(flat, table)["blocks.1.qkv.weight"][config.dim : config.dim + config.kv_heads * config.head_dim, 0]
+    keys = named(flat, table)["blocks.1.qkv.weight"][
+        config.dim : config.dim + config.kv_heads * config.head_dim, 0
+    ]
     assert len(np.unique(keys)) == 1 and (named(flat, table)["blocks.0.qkv.weight"] != keys[0]).all()
 
 
 def make(name: str, optimizer: Optimizer, **kind: Any) -> Engine:
     """An engine of one of the gradient check's models."""
-    return Engine(MODELS[name], Numerics(), **{"micro_batch": 3, "threads": 1, "optimizer": optimizer, **kind})
+    return Engine(
+        MODELS[name], Numerics(), **{"micro_batch": 3, "threads": 1, "optimizer": optimizer, **kind}
+    )
 
 
 def train(engine: Engine, name: str, steps: int) -> Arrays:
@@ -199,7 +242,9 @@ def test_each_parameter_by_its_optimizer(name: str) -> None:
     for p in table:
         named(flat, [p])[p.name][...] = grads[p.name]
     for matrices in hidden_matrices(config):
-        params, exp_avg, exp_avg_sq = (matrices.view(states[1][key]) for key in ("parameters", "exp_avg", "exp_avg_sq"))
+        params, exp_avg, exp_avg_sq = (
+            matrices.view(states[1][key]) for key in ("parameters", "exp_avg", "exp_avg_sq")
+        )
         before_them, grads_of_them = matrices.view(start["parameters"]), matrices.view(flat)
         for i in np.ndindex(params.shape[:2]):
             a = {"params": before_them[i], "grads": grads_of_them[i], "lr": np.array(1e-2)}
@@ -236,8 +281,13 @@ def test_plan_counts_the_scratch(name: str) -> None:
     adamw, muon = (memory_plan(config, Numerics(), 3, optimizer=optimizer) for optimizer in ("adamw", "muon"))
     added = [buffer for buffer in muon if buffer not in adamw]
     assert len(muon) == len(adamw) + len(added)
-    assert {buffer.name for buffer in added} == {"muon_x", "muon_gram"} and all(buffer.fixed for buffer in added)
-    adamw, muon = (memory_plan(config, Numerics(), 3, training=False, optimizer=optimizer) for optimizer in ("adamw", "muon"))
+    assert {buffer.name for buffer in added} == {"muon_x", "muon_gram"} and all(
+        buffer.fixed for buffer in added
+    )
+    adamw, muon = (
+        memory_plan(config, Numerics(), 3, training=False, optimizer=optimizer)
+        for optimizer in ("adamw", "muon")
+    )
     assert adamw == muon
     assert "\n  muon  " in make(name, "muon").plan_report()
     count = sum(p.size for p in parameter_table(config) if p.hidden)

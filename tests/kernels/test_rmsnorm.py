@@ -51,11 +51,18 @@ def run_residual(a: Arrays, before: float = 0.0, alias: bool = False) -> Arrays:
     dresidual_out = a["dresidual_out"].copy() if "dresidual_out" in a else None
     dbranch_bias = None if branch_bias is None else np.full_like(branch_bias, before)
     residual_out, out, rstd = unwritten(branch), unwritten(branch), unwritten(branch, len(branch))
-    dinp, dweight = dresidual_out if alias and dresidual_out is not None else unwritten(branch), np.full_like(weight, before)
+    dinp, dweight = (
+        dresidual_out if alias and dresidual_out is not None else unwritten(branch),
+        np.full_like(weight, before),
+    )
     residual_rmsnorm_forward(residual_out, out, rstd, a["residual"], branch, branch_bias, weight, eps=EPS)
-    residual_rmsnorm_backward(dinp, dweight, dbranch_bias, dresidual_out, a["dout"], residual_out, weight, rstd)
+    residual_rmsnorm_backward(
+        dinp, dweight, dbranch_bias, dresidual_out, a["dout"], residual_out, weight, rstd
+    )
     saved = {"residual_out": residual_out, "out": out, "rstd": rstd}
-    sums = {"dweight": dweight} if dbranch_bias is None else {"dweight": dweight, "dbranch_bias": dbranch_bias}
+    sums = (
+        {"dweight": dweight} if dbranch_bias is None else {"dweight": dweight, "dbranch_bias": dbranch_bias}
+    )
     return {**saved, "dbranch": dinp, "dresidual": dinp.copy(), **sums}
 
 
@@ -97,7 +104,9 @@ def test_same_bits_again_and_on_one_thread(one) -> None:  # type: ignore[no-unty
 # Gradient accumulation would keep only the last micro-batch.
 @pytest.mark.parametrize("one", [run, run_residual])
 def test_parameter_gradients_accumulate(one) -> None:  # type: ignore[no-untyped-def]
-    assert_accumulates(one, inputs(17, 65), ("dweight", "dbranch_bias") if one is run_residual else ("dweight",))
+    assert_accumulates(
+        one, inputs(17, 65), ("dweight", "dbranch_bias") if one is run_residual else ("dweight",)
+    )
 
 
 # model.py passes one array as dinp and dresidual_out: an element read after it was written would be wrong.
@@ -108,14 +117,19 @@ def test_aliasing(one) -> None:  # type: ignore[no-untyped-def]
 
 
 # The fusion would be another function than its parts, or take what is not given for something other than zero.
-@pytest.mark.parametrize("without", [(), ("branch_bias",), ("dresidual_out",), ("branch_bias", "dresidual_out")], ids=str)
+@pytest.mark.parametrize(
+    "without", [(), ("branch_bias",), ("dresidual_out",), ("branch_bias", "dresidual_out")], ids=str
+)
 def test_residual_is_addition_then_norm(without: tuple[str, ...]) -> None:
     a = inputs(17, 65)
     fused = run_residual({name: array for name, array in a.items() if name not in without})
     a |= {name: np.zeros_like(a[name]) for name in without}
     total = a["residual"] + (a["branch"] + a["branch_bias"])
     parts = run({**a, "inp": total})
-    dinp, scale = parts["dinp"] + a["dresidual_out"], np.abs(parts["dinp"]).max() + np.abs(a["dresidual_out"]).max()
+    dinp, scale = (
+        parts["dinp"] + a["dresidual_out"],
+        np.abs(parts["dinp"]).max() + np.abs(a["dresidual_out"]).max(),
+    )
     assert_within("residual_out", fused["residual_out"], total, 0)
     assert_within("out", fused["out"], parts["out"], 1e-13 * np.abs(parts["out"]).max())
     assert_within("dbranch", fused["dbranch"], dinp, 1e-13 * scale)

@@ -9,10 +9,14 @@ from kernels.cpu.sample import sample
 from tests.compare import Array, normal
 
 
-def draw(logits: Array, uniform: Array, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Array:
+def draw(
+    logits: Array, uniform: Array, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> Array:
     """One token a row."""
     out = np.full(len(logits), -1, np.int32)
-    sample(out, logits, uniform, vocab_size=logits.shape[1], temperature=temperature, top_k=top_k, top_p=top_p)
+    sample(
+        out, logits, uniform, vocab_size=logits.shape[1], temperature=temperature, top_k=top_k, top_p=top_p
+    )
     return out
 
 
@@ -44,7 +48,10 @@ def test_ties_go_to_the_smaller_id() -> None:
     assert np.flatnonzero(draws(logits, 100, top_k=2)).tolist() == [1, 2]
     # Long and mixed enough that a sort which is not stable shows.
     mixed = np.random.default_rng(0).integers(3, size=500)
-    assert np.flatnonzero(draws(mixed.tolist(), 100, top_k=3)).tolist() == np.flatnonzero(mixed == 2)[:3].tolist()
+    assert (
+        np.flatnonzero(draws(mixed.tolist(), 100, top_k=3)).tolist()
+        == np.flatnonzero(mixed == 2)[:3].tolist()
+    )
 
 
 # Probabilities of softmax(logits / temperature): a temperature that multiplies, or a cumulative sum off by one. The

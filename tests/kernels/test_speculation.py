@@ -16,14 +16,30 @@ VOCAB, CONTEXT = 40, 12
 GREEDY, LIKELIEST = Sampling(temperature=0), Sampling(temperature=0.8, top_k=6, top_p=0.95)
 EULER = ModelConfig(VOCAB, 2, 4, 2, 16, 24, CONTEXT, mtp_heads=3)
 GPT2 = ModelConfig(
-    VOCAB, 2, 2, 2, 16, 24, CONTEXT, norm="layernorm", position="learned", mlp="gelu", bias=True, tied_head=True, mtp_heads=5
+    VOCAB,
+    2,
+    2,
+    2,
+    16,
+    24,
+    CONTEXT,
+    norm="layernorm",
+    position="learned",
+    mlp="gelu",
+    bias=True,
+    tied_head=True,
+    mtp_heads=5,
 )
 SMALL = ModelConfig(8, 1, 2, 1, 8, 8, 6, mtp_heads=3)
 
 
-def untrained(config: ModelConfig, scale: float = 4, numerics: Numerics | None = None, device: str = "cpu") -> Engine:
+def untrained(
+    config: ModelConfig, scale: float = 4, numerics: Numerics | None = None, device: str = "cpu"
+) -> Engine:
     """Random weights, larger than those of the start, where all logits are nearly equal: the heads draft at random."""
-    engine = Engine(config, numerics or Numerics(), micro_batch=1, device=device, threads=1, seed=3, training=False)
+    engine = Engine(
+        config, numerics or Numerics(), micro_batch=1, device=device, threads=1, seed=3, training=False
+    )
     engine.load({name: weight * scale for name, weight in engine.weights().items()})
     return engine
 
@@ -36,13 +52,17 @@ def constant(config: ModelConfig, scale: float = 4) -> Engine:
     assert not config.tied_head
     head[1:] = head[0]
     # No block adds to the stream and all embeddings are one.
-    weights = {name: weight * (not name.endswith(("proj.weight", "down.weight"))) for name, weight in weights.items()}
+    weights = {
+        name: weight * (not name.endswith(("proj.weight", "down.weight"))) for name, weight in weights.items()
+    }
     weights["tok.weight"][:] = weights["tok.weight"][0]
     engine.load(weights)
     return engine
 
 
-def written(engine: Engine, prompt: Sequence[int], how: Sampling, speculative: bool = True, **settings: Any) -> list[int]:
+def written(
+    engine: Engine, prompt: Sequence[int], how: Sampling, speculative: bool = True, **settings: Any
+) -> list[int]:
     """The ids that follow a prompt."""
     speculation = Speculation(engine.config.mtp_heads) if speculative else None
     return list(generate(engine, prompt, how, speculation=speculation, **settings))
@@ -64,11 +84,18 @@ def test_draws_and_drafts_are_their_heads(both: Engine, how: Sampling) -> None:
     settings: dict[str, Any] = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
     banned, cache = np.array([4, 7], np.int32), both.cache()
     drawn = both.draw(tokens, cache, uniform[:3], banned, last=3, **settings)
-    drafts = [both.draft(place, cache, uniform[place + 1 : place + heads], banned, **settings) for place in (2, 0, 1)]
+    drafts = [
+        both.draft(place, cache, uniform[place + 1 : place + heads], banned, **settings)
+        for place in (2, 0, 1)
+    ]
     assert cache.length == 9
     alone = untrained(replace(both.config, mtp_heads=1, tied_head=False))
     tied = both.config.tied_head
-    stacked = np.concatenate([weights["tok.weight"][None], weights["head.weight"]]) if tied else weights["head.weight"]
+    stacked = (
+        np.concatenate([weights["tok.weight"][None], weights["head.weight"]])
+        if tied
+        else weights["head.weight"]
+    )
     for k in range(heads):
         alone.load({**weights, "head.weight": stacked[k : k + 1]})
         for place in range(3):
@@ -124,13 +151,19 @@ def test_ends_exactly() -> None:
     for count in range(1, 12):
         assert written(engine, [1], Sampling(seed=5), max_tokens=count) == whole[:count]
     for stop in set(whole):
-        assert written(engine, [1], Sampling(seed=5), max_tokens=60, stop=[stop]) == whole[: whole.index(stop)]
-    assert not {*written(engine, [1], Sampling(seed=5), max_tokens=60, banned=set(range(0, VOCAB, 2)))} & {*range(0, VOCAB, 2)}
+        assert (
+            written(engine, [1], Sampling(seed=5), max_tokens=60, stop=[stop]) == whole[: whole.index(stop)]
+        )
+    assert not {*written(engine, [1], Sampling(seed=5), max_tokens=60, banned=set(range(0, VOCAB, 2)))} & {
+        *range(0, VOCAB, 2)
+    }
 
 
 # A perfect draft that is rejected, or one that is not counted. The window of 12 begins with 6 tokens read, which draw one; two
 # passes of 3 fill it; the next window begins alike, and the 10 tokens asked for end in its second pass.
-@pytest.mark.parametrize("how", [GREEDY, Sampling(seed=1), Sampling(seed=1, temperature=0.7, top_k=5, top_p=0.9)])
+@pytest.mark.parametrize(
+    "how", [GREEDY, Sampling(seed=1), Sampling(seed=1, temperature=0.7, top_k=5, top_p=0.9)]
+)
 def test_perfect_drafts_are_all_taken(how: Sampling) -> None:
     engine, counts = constant(EULER), Speculation(EULER.mtp_heads)
     tokens = generate(engine, [1] * (CONTEXT // 2), how, max_tokens=10, speculation=counts)

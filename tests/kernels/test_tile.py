@@ -43,7 +43,9 @@ def test_an_element_is_the_same_in_every_tile() -> None:
     a, b = normal(rng, 7, 50).astype(np.float32), normal(rng, 50, columns).astype(np.float32)
     whole = product(np.zeros((7, columns), np.float32), a, b, False)
     for row in range(7):
-        assert np.array_equal(product(np.zeros((1, columns), np.float32), a[row : row + 1], b, False)[0], whole[row])
+        assert np.array_equal(
+            product(np.zeros((1, columns), np.float32), a[row : row + 1], b, False)[0], whole[row]
+        )
     for tile in range(3):
         part = np.s_[:, tile * width(4) : (tile + 1) * width(4)]
         assert np.array_equal(product(np.zeros((7, width(4)), np.float32), a, b[part], False), whole[part])

@@ -22,7 +22,16 @@ from stages.tokenizer import Tokenizer
 VOCAB, CONTEXT, ROWS = 300, 7, 5
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 EULER = ModelConfig(VOCAB, layers=3, heads=3, kv_heads=1, dim=120, ffn=88, context=CONTEXT, mtp_heads=3)
-GPT2 = replace(EULER, kv_heads=3, mtp_heads=1, norm="layernorm", position="learned", mlp="gelu", bias=True, tied_head=True)
+GPT2 = replace(
+    EULER,
+    kv_heads=3,
+    mtp_heads=1,
+    norm="layernorm",
+    position="learned",
+    mlp="gelu",
+    bias=True,
+    tied_head=True,
+)
 MODELS = {"euler": EULER, "gpt2": GPT2}
 # Linear weights, embeddings and biases times this: scores times its square, so that attention looks at few tokens.
 SCALE = 4.0
@@ -84,7 +93,9 @@ def scaled_up(config: ModelConfig) -> Weights:
 def exported(config: ModelConfig, weights: Weights, folder: Path, kind: str = "chat") -> Any:
     """The model as transformers loads it from our export, float32, its further heads beside it."""
     export(Checkpoint(weights, config, tokenizer().sha256), tokenizer(), folder, kind=kind)
-    model, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
     assert not [names for names in loading.values() if names], loading
     assert type(model).__name__ == ("LlamaForCausalLM" if config.position == "rope" else "GPT2LMHeadModel")
     return model.eval()
@@ -95,7 +106,9 @@ class ExactRope(torch.nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.frequency = config.rope_base ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
+        self.frequency = config.rope_base ** (
+            -torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        )
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin (B, T, D), each frequency twice."""

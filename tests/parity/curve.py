@@ -51,7 +51,13 @@ def config_of(weights: Mapping[str, np.ndarray], heads: int, context: int) -> Mo
         "mtp_heads": weights["head.weight"].size // (vocab_size * dim),
     }
     if "pos.weight" in weights:
-        parts: dict[str, Any] = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True, "tied_head": True}
+        parts: dict[str, Any] = {
+            "norm": "layernorm",
+            "position": "learned",
+            "mlp": "gelu",
+            "bias": True,
+            "tied_head": True,
+        }
         return ModelConfig(**sizes, context=len(weights["pos.weight"]), **parts)
     return ModelConfig(**sizes, context=context)
 
@@ -59,7 +65,10 @@ def config_of(weights: Mapping[str, np.ndarray], heads: int, context: int) -> Mo
 def padded(weights: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
     """The weights as our engine takes them: heads on an axis of their own, zero rows behind each vocabulary."""
     out = dict(weights)
-    shape = {"tok.weight": (config.vocab_size, config.dim), "head.weight": (config.mtp_heads, config.vocab_size, config.dim)}
+    shape = {
+        "tok.weight": (config.vocab_size, config.dim),
+        "head.weight": (config.mtp_heads, config.vocab_size, config.dim),
+    }
     for name in shape if not config.tied_head else ("tok.weight",):
         array = out[name].reshape(shape[name])
         rows = [(0, 0)] * array.ndim
@@ -74,7 +83,8 @@ def batch_at(tokens: np.ndarray, step: int, rows: int, length: int) -> Batch:
     """The micro-batch of a step."""
     first, shape = step * rows * length, (rows, length)
     inp, targets = (
-        np.array(tokens[first + shift : first + shift + rows * length], np.int32).reshape(shape) for shift in (0, 1)
+        np.array(tokens[first + shift : first + shift + rows * length], np.int32).reshape(shape)
+        for shift in (0, 1)
     )
     return Batch(inp, targets, np.zeros(shape, np.int32), np.ones(shape, np.float32))
 
@@ -119,7 +129,9 @@ def compare(ours: list[float], theirs: list[float]) -> dict[str, float]:
 
 def main() -> None:
     """Runs the comparison that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for option in ("--weights", "--losses", "--shard"):
         parser.add_argument(option, type=Path, required=True)
     parser.add_argument("--heads", type=int, required=True)

@@ -29,7 +29,9 @@ def torch_losses(config: ModelConfig, weights: Weights, tokens: np.ndarray) -> l
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
-        loss = torch_model.loss(config, p, batch_at(tokens, step, ROWS, LENGTH), [1 / config.mtp_heads] * config.mtp_heads)
+        loss = torch_model.loss(
+            config, p, batch_at(tokens, step, ROWS, LENGTH), [1 / config.mtp_heads] * config.mtp_heads
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(p.values()), 1.0)
         optimizer.step()
@@ -47,7 +49,9 @@ def test_losses_stay_within_a_thousandth(name: str) -> None:
     tokens = np.tile(tokens, -(-(STEPS * ROWS * LENGTH + 1) // len(tokens)))
     flat = {key: array[..., : config.vocab_size, :] if key in ("tok.weight", "head.weight") else array
             for key, array in weights.items()}  # fmt: skip
-    flat["head.weight"] = flat["tok.weight"] if config.tied_head else flat["head.weight"].reshape(-1, config.dim)
+    flat["head.weight"] = (
+        flat["tok.weight"] if config.tied_head else flat["head.weight"].reshape(-1, config.dim)
+    )
     assert config_of(flat, config.heads, LENGTH) == config
     ours = our_losses(config, flat, tokens, steps=STEPS, rows=ROWS, length=LENGTH)
     result = compare(ours, torch_losses(config, weights, tokens))

@@ -11,7 +11,18 @@ import transformers
 from kernels.config import ModelConfig
 from kernels.generation import Sampling, generate
 from stages.chat_template import render, render_prompt
-from tests.parity.cases import EULER, MODELS, Weights, engine_with, exported, our_logits, text, tokenizer, train, trained
+from tests.parity.cases import (
+    EULER,
+    MODELS,
+    Weights,
+    engine_with,
+    exported,
+    our_logits,
+    text,
+    tokenizer,
+    train,
+    trained,
+)
 
 NEW, CONTEXT = 56, 80
 UPDATES = 60
@@ -40,7 +51,9 @@ def test_greedy_token_for_token(name: str, tmp_path: Path) -> None:
         for use_cache in (True, False):
             inp = torch.tensor([ids])
             kind = {"do_sample": False, "max_new_tokens": NEW, "use_cache": use_cache}
-            found.append(model.generate(inp, attention_mask=torch.ones_like(inp), **kind)[0, len(ids) :].tolist())
+            found.append(
+                model.generate(inp, attention_mask=torch.ones_like(inp), **kind)[0, len(ids) :].tolist()
+            )
         stop = set(model.generation_config.eos_token_id)
         cached = list(generate(engine, ids, Sampling(temperature=0), max_tokens=NEW, stop=stop))
         uncached: list[int] = []
@@ -69,7 +82,9 @@ def test_pipeline_of_a_base_model_writes_our_text(name: str, tmp_path: Path) -> 
         assert writer.tokenizer(prompt)["input_ids"] == ids
         stop = list(tokenizer().special.values())
         ours = list(generate(engine, ids, Sampling(temperature=0), max_tokens=NEW, stop=stop))
-        theirs = writer(prompt, do_sample=False, max_new_tokens=NEW, return_full_text=False)[0]["generated_text"]
+        theirs = writer(prompt, do_sample=False, max_new_tokens=NEW, return_full_text=False)[0][
+            "generated_text"
+        ]
         assert theirs == tokenizer().decode(ours) and len(ours) > 10
 
 

@@ -12,7 +12,18 @@ from kernels.batch import Batch, head_weight_sums
 from kernels.config import ModelConfig
 from stages.export import gpt2_weights, llama_weights
 from tests.parity import torch_model
-from tests.parity.cases import CONTEXT, MODELS, ROWS, VOCAB, Weights, engine_with, exported, in_float64, scaled_up, trained
+from tests.parity.cases import (
+    CONTEXT,
+    MODELS,
+    ROWS,
+    VOCAB,
+    Weights,
+    engine_with,
+    exported,
+    in_float64,
+    scaled_up,
+    trained,
+)
 
 NAMES = pytest.mark.parametrize("name", MODELS)
 MTP_WEIGHTS = (1.0, 0.3, 0.1)
@@ -24,10 +35,12 @@ OTHER_ORDER = 3
 FLOOR = 1e-4
 
 
-def step_gradients(config: ModelConfig, weights: Weights, batch: Batch, mtp_weights: tuple[float, ...]) -> Weights:
+def step_gradients(
+    config: ModelConfig, weights: Weights, batch: Batch, mtp_loss_weights: tuple[float, ...]
+) -> Weights:
     """Our gradients of one update's loss, in float32."""
     engine = engine_with(config, weights)
-    engine.micro_step(batch, np.array(mtp_weights) / head_weight_sums(batch, config.mtp_heads))
+    engine.micro_step(batch, np.array(mtp_loss_weights) / head_weight_sums(batch, config.mtp_heads))
     return engine.gradients()
 
 
@@ -73,7 +86,9 @@ def transformers_gradients(model: Any, batch: Batch) -> Weights:
     """Autograd's gradients of the mean loss, by transformers' names."""
     model.zero_grad()
     logits = model(torch.from_numpy(batch.tokens).long()).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.targets).flatten().long()).backward()
+    torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(batch.targets).flatten().long()
+    ).backward()
     return split_bias({name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()})
 
 
@@ -94,7 +109,9 @@ def test_through_the_export(name: str, kind: str, tmp_path: Path) -> None:
     ours = split_bias((llama_weights if config.position == "rope" else gpt2_weights)(gradients, config))
     found, peer = errors(ours, exact), errors(theirs, exact)
     worst = max(found, key=lambda tensor: found[tensor])
-    print(f"{name}, {kind}: worst {worst} {found[worst]:.2g}, PyTorch's {peer[worst]:.2g}, its worst {max(peer.values()):.2g}")
+    print(
+        f"{name}, {kind}: worst {worst} {found[worst]:.2g}, PyTorch's {peer[worst]:.2g}, its worst {max(peer.values()):.2g}"
+    )
     for tensor, error in found.items():
         allowed = LIMIT if kind == "trained" else max(LIMIT, OTHER_ORDER * peer[tensor])
         assert error <= allowed, f"{tensor}: {error}, allowed {allowed}"
@@ -110,10 +127,10 @@ def test_every_prediction_head(name: str, documents: bool) -> None:
     config = MODELS[name]
     weights, batch = trained(config), batch_of(2, documents=documents)
     p = torch_model.parameters(weights, torch.float64)
-    mtp_weights = MTP_WEIGHTS[: config.mtp_heads]
-    torch_model.loss(config, p, batch, mtp_weights).backward()
+    mtp_loss_weights = MTP_WEIGHTS[: config.mtp_heads]
+    torch_model.loss(config, p, batch, mtp_loss_weights).backward()
     exact = {key: parameter.grad.numpy() for key, parameter in p.items() if parameter.grad is not None}
-    ours = split_bias(step_gradients(config, weights, batch, mtp_weights))
+    ours = split_bias(step_gradients(config, weights, batch, mtp_loss_weights))
     found = errors(ours, split_bias(exact))
     worst = max(found, key=lambda tensor: found[tensor])
     print(f"{name}: {len(found)} tensors, worst {worst} {found[worst]:.2g}")

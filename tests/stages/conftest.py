@@ -43,7 +43,10 @@ def talks(seed: int, count: int) -> list[list[dict[str, str]]]:
     rng = np.random.default_rng(seed)
     pairs = [(str(rng.choice(NOUNS)), str(rng.choice(VERBS))) for _ in range(count)]
     return [
-        [{"role": "user", "content": f"Who {verb} the {noun}?"}, {"role": "assistant", "content": f"The {noun}."}]
+        [
+            {"role": "user", "content": f"Who {verb} the {noun}?"},
+            {"role": "assistant", "content": f"The {noun}."},
+        ]
         for noun, verb in pairs
     ]
 
@@ -53,10 +56,14 @@ def write_shards(folder: Path, words: Tokenizer, texts: dict[str, list[str]]) ->
     clear(folder)
     counts = {}
     for split, documents in texts.items():
-        parts = [np.append(np.int32(words.special[SPECIAL[0]]), words.encode(document)) for document in documents]
+        parts = [
+            np.append(np.int32(words.special[SPECIAL[0]]), words.encode(document)) for document in documents
+        ]
         ids = np.concatenate(parts)
         file = write_shard(shard_path(folder, split, 0), ids, words.vocab_size)
-        counts[split] = Counts(len(ids), sum(len(document.encode()) for document in documents), len(documents), [file])
+        counts[split] = Counts(
+            len(ids), sum(len(document.encode()) for document in documents), len(documents), [file]
+        )
     write_index(folder, tokenizer_sha256=words.sha256, vocab_size=words.vocab_size, splits=counts)
 
 
@@ -64,8 +71,13 @@ def write_shards(folder: Path, words: Tokenizer, texts: dict[str, list[str]]) ->
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """The corpus, written once for all tests."""
     folder = tmp_path_factory.mktemp("corpus")
-    made = Corpus(folder, folder / "tokenizer.json", folder / "shard", folder / "train.zst", folder / "val.zst")
-    texts = {"train": [sentences(seed, 40) for seed in range(8)], "val": [sentences(seed, 12) for seed in (90, 91)]}
+    made = Corpus(
+        folder, folder / "tokenizer.json", folder / "shard", folder / "train.zst", folder / "val.zst"
+    )
+    texts = {
+        "train": [sentences(seed, 40) for seed in range(8)],
+        "val": [sentences(seed, 12) for seed in (90, 91)],
+    }
     words = Tokenizer.train(texts["train"], 256 + 24 + len(SPECIAL), SPECIAL)
     words.save(made.tokenizer)
     write_shards(made.shards, words, texts)
@@ -81,7 +93,25 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @pytest.fixture(scope="session")
 def settings_with() -> Callable[..., Settings]:
     """The smoke experiment's settings with further overrides: settings_with("pretrain.steps=3")."""
-    sizes = ["model.dim=16", "model.heads=2", "model.kv_heads=1", "model.ffn=24", "model.context=32", "eval.micro_batch=4"]
-    lengths = [f"{stage}.{key}" for stage in ("pretrain", "sft") for key in ("micro_batch=4", "steps=6", "checkpoint_every=2")]
-    fixed = ["+experiment=smoke", *sizes, *lengths, "runtime.device=cpu", "runtime.threads=1", "runtime.display=plain"]
+    sizes = [
+        "model.dim=16",
+        "model.heads=2",
+        "model.kv_heads=1",
+        "model.ffn=24",
+        "model.context=32",
+        "eval.micro_batch=4",
+    ]
+    lengths = [
+        f"{stage}.{key}"
+        for stage in ("pretrain", "sft")
+        for key in ("micro_batch=4", "steps=6", "checkpoint_every=2")
+    ]
+    fixed = [
+        "+experiment=smoke",
+        *sizes,
+        *lengths,
+        "runtime.device=cpu",
+        "runtime.threads=1",
+        "runtime.display=plain",
+    ]
     return lambda *overrides: validate(compose(ROOT, [*fixed, *overrides]))

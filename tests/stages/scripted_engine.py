@@ -55,7 +55,12 @@ class ScriptedEngine:
         return ScriptCache()
 
     def draws(
-        self, tokens: np.ndarray, cache: ScriptCache, uniforms: Iterable[np.ndarray], banned: np.ndarray, **sampling: float
+        self,
+        tokens: np.ndarray,
+        cache: ScriptCache,
+        uniforms: Iterable[np.ndarray],
+        banned: np.ndarray,
+        **sampling: float,
     ) -> Iterator[np.ndarray]:
         """The script's next ids, each the first that is not banned where it is."""
         if self._begins:
@@ -66,7 +71,9 @@ class ScriptedEngine:
             if token == CTRL_C:
                 raise KeyboardInterrupt
             likely = np.arange(WORDS.vocab_size) == token
-            yield np.array([np.where(np.isin(np.arange(WORDS.vocab_size), banned), -1, likely).argmax()], np.int32)
+            yield np.array(
+                [np.where(np.isin(np.arange(WORDS.vocab_size), banned), -1, likely).argmax()], np.int32
+            )
 
     def describe(self) -> str:
         """As Engine.describe."""

@@ -17,7 +17,9 @@ SEPARATOR = 60000
 
 def make_split(folder: Path, stream: np.ndarray, per_shard: int = 50) -> ShardSet:
     pieces = np.split(stream, range(per_shard, len(stream), per_shard))
-    files = [write_shard(shard_path(folder, "val", number), piece, 65536) for number, piece in enumerate(pieces)]
+    files = [
+        write_shard(shard_path(folder, "val", number), piece, 65536) for number, piece in enumerate(pieces)
+    ]
     counts = Counts(tokens=len(stream), bytes=1, documents=1, files=files)
     write_index(folder, tokenizer_sha256="", vocab_size=65536, splits={"val": counts})
     return open_split(folder, "val", "", 65536)
@@ -27,12 +29,19 @@ def pretrain(
     shards: ShardSet, *, micro_batch: int = 3, context: int = 8, within: bool = True, seed: int = 5
 ) -> PretrainBatches:
     return PretrainBatches(
-        shards, micro_batch=micro_batch, context=context, separator_id=SEPARATOR, within_documents=within, seed=seed
+        shards,
+        micro_batch=micro_batch,
+        context=context,
+        separator_id=SEPARATOR,
+        document_mask=within,
+        seed=seed,
     )
 
 
 def windows(shards: ShardSet, *, micro_batch: int = 3, context: int = 8, within: bool = True) -> EvalWindows:
-    return EvalWindows(shards, micro_batch=micro_batch, context=context, separator_id=SEPARATOR, within_documents=within)
+    return EvalWindows(
+        shards, micro_batch=micro_batch, context=context, separator_id=SEPARATOR, document_mask=within
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -59,7 +68,11 @@ def test_shuffled_mixes() -> None:
 def test_shuffled_is_pinned() -> None:
     """Catches an order that changes with a version or machine, which breaks resuming, and memory that grows with count."""
     assert shuffled(np.arange(6), 6, 1337, 0).tolist() == [2, 3, 4, 0, 5, 1]
-    assert shuffled(np.array([0, 1, 10**15]), 10**15 + 1, 7).tolist() == [634570131150467, 783249768905123, 249663890242967]
+    assert shuffled(np.array([0, 1, 10**15]), 10**15 + 1, 7).tolist() == [
+        634570131150467,
+        783249768905123,
+        249663890242967,
+    ]
 
 
 @settings(max_examples=40, deadline=None)
@@ -157,7 +170,9 @@ def test_too_small_a_split_is_refused_with_numbers(tmp_path: Path) -> None:
     """Catches zero batches, an underflowing window count or a division by zero much later."""
     shards = make_split(tmp_path, np.arange(8))
     for make in (pretrain, windows):
-        with pytest.raises(ValueError, match=r"split val has 8 tokens and needs 9, one window of model\.context = 8"):
+        with pytest.raises(
+            ValueError, match=r"split val has 8 tokens and needs 9, one window of model\.context = 8"
+        ):
             make(shards)
 
 
@@ -175,7 +190,11 @@ def test_sequential_batch_is_the_stream(tmp_path: Path) -> None:
 def test_arrays_are_what_the_engine_takes(tmp_path: Path) -> None:
     """Catches int64, float64 or strided views, which the engine would refuse or copy at every step."""
     shards = make_split(tmp_path, np.arange(100))
-    for batch in (pretrain(shards).batch(0), windows(shards).batch(0), sequential_batch(shards, 0, micro_batch=3, context=8)):
+    for batch in (
+        pretrain(shards).batch(0),
+        windows(shards).batch(0),
+        sequential_batch(shards, 0, micro_batch=3, context=8),
+    ):
         for name in ("tokens", "targets", "document"):
             assert getattr(batch, name).dtype == np.int32
         assert batch.loss_weight.dtype == np.float32

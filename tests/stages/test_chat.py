@@ -73,11 +73,15 @@ def test_streams_whole_characters() -> None:
     shown: list[str] = []
     assert one.answer(one.fit("?")[0], shown.append) == "model"
     assert [text for text in shown if text] == ["a", "\u20ac", "\U0001f600", "b", "\ufffd"]
-    assert one.messages[-1]["content"] == "a\u20ac\U0001f600b", "the mark of a broken character is no part of the conversation"
+    assert one.messages[-1]["content"] == "a\u20ac\U0001f600b", (
+        "the mark of a broken character is no part of the conversation"
+    )
 
 
 # Ctrl-C must end the answer alone: the program goes on, and the model remembers what it had said.
-def test_ctrl_c_stops_the_answer_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_stops_the_answer_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, engine = talk([*ids("Well"), CTRL_C], says("Go on."))
     inputs(monkeypatch, "first", "second")
     converse(one)
@@ -103,7 +107,9 @@ def test_leaving(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 # A context that is full must lose its oldest turns whole: half a turn is a conversation such as the model never saw.
 def test_oldest_turns_are_left_out_whole(capsys: pytest.CaptureFixture[str]) -> None:
     answers = [says("1234"), says("5678"), says("90")]
-    one, engine = talk(*answers, context=40, max_tokens=10)  # a prompt of up to 30 tokens; a turn of 4 + 4 takes 12
+    one, engine = talk(
+        *answers, context=40, max_tokens=10
+    )  # a prompt of up to 30 tokens; a turn of 4 + 4 takes 12
     for question in ("abcd", "efgh", "ijkl"):
         reply(one, question)
     assert len(engine.prompts[1]) == 12 + 7
@@ -141,16 +147,29 @@ def test_commands_change_settings() -> None:
         obey(one, command)
     assert one.sampling == Sampling(temperature=0.7, top_k=7, top_p=0.9, seed=3)
     assert one.max_tokens == 11
-    assert obey(one, "/show") == "temperature 0.7, top_k 7, top_p 0.9, seed 3, max_tokens 11; 0 turns, 0 of 64 tokens"
+    assert (
+        obey(one, "/show")
+        == "temperature 0.7, top_k 7, top_p 0.9, seed 3, max_tokens 11; 0 turns, 0 of 64 tokens"
+    )
     before = one.describe()
-    for command in ("/temperature -1", "/temperature", "/temperature x", "/top_k 1.5", "/top_p 0", "/seed -1", "/max_tokens 0"):
+    for command in (
+        "/temperature -1",
+        "/temperature",
+        "/temperature x",
+        "/top_k 1.5",
+        "/top_p 0",
+        "/seed -1",
+        "/max_tokens 0",
+    ):
         with pytest.raises(ValueError, match=f"^{command[1:].split()[0]}: expected .*, got "):
             obey(one, command)
         assert one.describe() == before
 
 
 # /help that misses a command hides it; a typo taken for a message would be answered.
-def test_help_and_unknown_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_unknown_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, engine = talk()
     for name in (*chat.SETTINGS, "show", "reset", "exit"):
         assert f"/{name} " in obey(one, "/help")
@@ -181,7 +200,9 @@ def test_system_message_stays(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the context is full: the oldest" in capsys.readouterr().err
     assert all(prompt[: len(SYSTEM)] == SYSTEM and prompt.count(SYSTEM[0]) == 1 for prompt in engine.prompts)
     assert all(len(prompt) <= 40 - 4 for prompt in engine.prompts)
-    assert len(engine.prompts[1]) > len(engine.prompts[0]) and "system message 'Be brief.'" in obey(one, "/show")
+    assert len(engine.prompts[1]) > len(engine.prompts[0]) and "system message 'Be brief.'" in obey(
+        one, "/show"
+    )
     obey(one, "/reset")
     reply(one, "e")
     assert engine.prompts[-1] == [*SYSTEM, USER, *ids("e"), END, ASSISTANT]
@@ -194,13 +215,17 @@ def test_system_message_stays(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_system_message_that_leaves_no_room() -> None:
     one, _ = talk(context=20)
     one.begin("Be brief.")
-    with pytest.raises(ValueError, match=r"^the system message takes 25 tokens of the 20 that the model reads; shorten it$"):
+    with pytest.raises(
+        ValueError, match=r"^the system message takes 25 tokens of the 20 that the model reads; shorten it$"
+    ):
         obey(one, "/system " + "x" * 20)
     assert one.system == "Be brief."
 
 
 # A message such as a path begins with a slash; it was taken for a command that does not exist.
-def test_a_message_that_begins_with_a_slash(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_that_begins_with_a_slash(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, engine = talk(says("a"), says("b"))
     inputs(monkeypatch, "//etc", "/etc", "///", "/exit")
     converse(one)
@@ -240,7 +265,9 @@ def test_one_shot_prints_only_the_answer(trained: Path, capsys: pytest.CaptureFi
 
 
 # --system has to reach the model in the one-shot form, too.
-def test_system_message_of_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_system_message_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine = ScriptedEngine(64, [says("ok")])
     monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, WORDS))
     chat.run(["--prompt", "?", "--system", "Be brief.", "--temperature", "0"])
@@ -281,7 +308,9 @@ def test_seed_counts_up_by_answer(monkeypatch: pytest.MonkeyPatch, trained: Path
 
 
 # Ctrl-C in the one-shot form is for the program: a script must see that it was interrupted.
-def test_ctrl_c_ends_the_one_shot_form(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_the_one_shot_form(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine = ScriptedEngine(64, [[*ids("ab"), CTRL_C]])
     monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, WORDS))
     monkeypatch.setattr(sys, "argv", ["chat", "--prompt", "?", "--temperature", "0"])

@@ -42,7 +42,9 @@ b3
 
 def read(value: Any, shape: str = "auto", left_out: LeftOut | None = None, **keys: Any) -> list[Conversation]:
     source = Source("local", files=("x",), format=shape, **keys)
-    return list(read_conversations(source, iter([Record("x", "x, line 7", value)]), None, left_out or LeftOut()))
+    return list(
+        read_conversations(source, iter([Record("x", "x, line 7", value)]), None, left_out or LeftOut())
+    )
 
 
 def chat(*turns: tuple[str, Any]) -> dict[str, Any]:
@@ -59,10 +61,16 @@ def chat(*turns: tuple[str, Any]) -> dict[str, Any]:
         ({"messages": None, "prompt": "q", "completion": "a"}, "prompt_completion"),  # a table's empty column
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "sharegpt"),
         ({"conversations": [{"from": "user", "value": "q"}, {"from": "chatgpt", "value": "a"}]}, "sharegpt"),
-        ({"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "sharegpt"),
+        (
+            {"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+            "sharegpt",
+        ),
         ({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "messages"),
         (
-            {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]},
+            {
+                "prompt": [{"role": "user", "content": "q"}],
+                "completion": [{"role": "assistant", "content": "a"}],
+            },
             "prompt_completion",
         ),
         ({"prompt": [{"role": "user", "content": "q"}], "completion": "a"}, "prompt_completion"),
@@ -99,8 +107,14 @@ def test_system_first_and_unanswered_questions_cut() -> None:
         ([("user", [{"type": "text", "text": "q"}, "r"]), ("assistant", ["a"])], "user qr, assistant a"),
         ([("user", "q"), ("user", "r"), ("assistant", "a"), ("assistant", "b")], "user q||r, assistant a||b"),
         ([("assistant", "hello"), ("user", "q"), ("assistant", "a")], "user q, assistant a"),
-        ([("system", "s"), ("assistant", "hello"), ("user", "q"), ("assistant", "a")], "system s, user q, assistant a"),
-        ([("user", "q"), ("assistant", "let me see"), ("tool", "42"), ("assistant", "a")], "user q, assistant let me see||a"),
+        (
+            [("system", "s"), ("assistant", "hello"), ("user", "q"), ("assistant", "a")],
+            "system s, user q, assistant a",
+        ),
+        (
+            [("user", "q"), ("assistant", "let me see"), ("tool", "42"), ("assistant", "a")],
+            "user q, assistant let me see||a",
+        ),
         ([("user", "q"), ("assistant", ""), ("user", "r"), ("assistant", "a")], "user r, assistant a"),
         ([("user", " "), ("assistant", "a"), ("user", "r"), ("assistant", "b")], "user r, assistant b"),
         ([("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "  ")], "user q, assistant a"),
@@ -114,7 +128,9 @@ def test_system_first_and_unanswered_questions_cut() -> None:
 def test_messages_become_a_conversation(turns: list[tuple[str, Any]], messages: str) -> None:
     """Would catch an empty answer that is learnt, a side that speaks twice in a row, and words of a tool as an answer."""
     expected = messages.replace("||", "\n\n")
-    assert [", ".join(" ".join(turn) for turn in c.messages) for c in read(chat(*turns))] == ([expected] if expected else [])
+    assert [", ".join(" ".join(turn) for turn in c.messages) for c in read(chat(*turns))] == (
+        [expected] if expected else []
+    )
 
 
 def test_what_is_left_out_is_counted() -> None:
@@ -125,25 +141,41 @@ def test_what_is_left_out_is_counted() -> None:
     assert read(calls, left_out=left_out)[0].messages == (("user", "q"), ("assistant", "a"))
     read({"instruction": "q", "output": ""}, left_out=left_out)
     read(chat(("user", "q"), ("assistant", "   ")), left_out=left_out)
-    nulls = {"prompt": "q", "completion": None}, {"instruction": "q", "output": None}, chat(("user", "q"), ("assistant", None))
+    nulls = (
+        {"prompt": "q", "completion": None},
+        {"instruction": "q", "output": None},
+        chat(("user", "q"), ("assistant", None)),
+    )
     for nothing in nulls:
         assert read(nothing, left_out=left_out) == []
     assert (left_out.tool_messages, left_out.empty, left_out.bad_rows) == (2, 5, 0)
 
 
 BAD_ROWS: list[tuple[Any, str]] = [
-    ({"text": "a"}, "expected messages, conversations, prompt and completion, or instruction and output; got the keys text"),
+    (
+        {"text": "a"},
+        "expected messages, conversations, prompt and completion, or instruction and output; got the keys text",
+    ),
     ({"messages": [{"role": "user"}]}, "not of the shape messages (KeyError: 'content')"),
     ({"messages": ["q", "a"]}, "not of the shape messages (AttributeError"),
     ({"messages": 7}, "not of the shape messages (TypeError: expected a list of messages, got int)"),
     (chat(("king", "a")), "expected a role among assistant, "),
     (chat((["user"], "a")), "expected a role among assistant, "),  # type: ignore[arg-type]
-    ({"prompt": "q", "completion": 3}, "not of the shape prompt_completion (TypeError: expected a list of messages, got int)"),
+    (
+        {"prompt": "q", "completion": 3},
+        "not of the shape prompt_completion (TypeError: expected a list of messages, got int)",
+    ),
     (chat(("user", 3)), "expected a text as content of user, got int"),
     ({"messages": None}, "not of the shape messages (TypeError: expected a list of messages, got NoneType)"),
     (ValueError("x, line 7: expected one JSON object a line, ..."), "expected one JSON object a line"),
-    (chat(("user", [{"type": "image_url", "image_url": "x"}])), "expected parts of the type text, got one of 'image_url'"),
-    (chat(("user", "q"), ("system", "s"), ("assistant", "a")), "expected a system message only before all others, got user, "),
+    (
+        chat(("user", [{"type": "image_url", "image_url": "x"}])),
+        "expected parts of the type text, got one of 'image_url'",
+    ),
+    (
+        chat(("user", "q"), ("system", "s"), ("assistant", "a")),
+        "expected a system message only before all others, got user, ",
+    ),
     ({"prompt": "q", "completion": "\ud800"}, "a lone surrogate"),
 ]
 
@@ -157,7 +189,10 @@ def test_bad_rows_are_named(row: Any, message: str) -> None:
 
 def test_a_text_of_a_format_for_rows_is_named() -> None:
     """Would catch a text file among chats that is taken for a bad row, one of thousands."""
-    with pytest.raises(ValueError, match=r"x, line 7: conversations of the format auto are rows of \.json, \.jsonl or \.parquet"):
+    with pytest.raises(
+        ValueError,
+        match=r"x, line 7: conversations of the format auto are rows of \.json, \.jsonl or \.parquet",
+    ):
         read("whole text", left_out=LeftOut("leave_out"))
 
 
@@ -171,7 +206,9 @@ def test_bad_rows_are_left_out_counted_and_the_first_named(capsys: pytest.Captur
     assert len(list(read_conversations(source, records, None, left_out))) == len(BAD_ROWS)
     assert left_out.bad_rows == len(BAD_ROWS)
     said = capsys.readouterr().err.splitlines()
-    assert [line.split(": expected")[0].split(": not")[0] for line in said] == [f"left out: x, line {n}" for n in (1, 3, 5)]
+    assert [line.split(": expected")[0].split(": not")[0] for line in said] == [
+        f"left out: x, line {n}" for n in (1, 3, 5)
+    ]
     assert left_out.first_reason.startswith("x, line 1: expected messages, ")
 
 
@@ -181,7 +218,11 @@ def test_play_conversations_stay_in_a_scene_and_between_two() -> None:
     single = [[("user", question), ("assistant", answer)] for question, answer in pairs]
     assert list(play_conversations(SCENES, 1, None)) == single
     double = list(play_conversations(SCENES, 2, None))
-    assert double == [[("user", "a1"), ("assistant", "b1"), ("user", "a2"), ("assistant", "b2")], single[3], single[4]]
+    assert double == [
+        [("user", "a1"), ("assistant", "b1"), ("user", "a2"), ("assistant", "b2")],
+        single[3],
+        single[4],
+    ]
     assert list(play_conversations(SCENES, 2, 7)) == single  # two exchanges have 8 characters
 
 

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.chat_template import check, read_conversations, render, render_all, render_prompt, shuffle_questions
+from stages.chat_template import (
+    check,
+    read_conversations,
+    render,
+    render_all,
+    render_prompt,
+    shuffle_questions,
+)
 from stages.text_files import RowWriter, atomic_file
 from stages.tokenizer import Tokenizer
 
@@ -26,13 +33,17 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
 
-TOKENIZER: Any = ByteTokenizer("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+TOKENIZER: Any = ByteTokenizer(
+    "<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+)
 
 
 def talk(*contents: str, system: str | None = None) -> list[dict[str, str]]:
     """User and assistant in turn, behind an optional system message."""
     messages = [] if system is None else [{"role": "system", "content": system}]
-    return messages + [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+    return messages + [
+        {"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)
+    ]
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -80,7 +91,11 @@ def test_learnt_is_the_assistants_text_and_its_end(messages: list[dict[str, str]
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from(["<|user|>", "<|assistant|>", "<|end|>", "<|pad|>", "<|system|>", "a"]), max_size=5))
+@given(
+    st.lists(
+        st.sampled_from(["<|user|>", "<|assistant|>", "<|end|>", "<|pad|>", "<|system|>", "a"]), max_size=5
+    )
+)
 def test_typed_special_tokens_stay_text(words: list[str]) -> None:
     """Catches a user who ends his own turn, or speaks as the assistant, by typing the template."""
     ids, _ = render(talk("".join(words), "ok"), TOKENIZER)
@@ -98,7 +113,9 @@ def test_learned_merges_stay_within_the_template() -> None:
     for message in messages:
         texts.append(tokenizer.encode(message["content"]).tolist())
     assert shown == ["<|user|>", "<|end|>", "<|assistant|>", "<|end|>"] * 2
-    assert [token for token in ids.tolist() if token not in special] == [token for text in texts for token in text]
+    assert [token for token in ids.tolist() if token not in special] == [
+        token for text in texts for token in text
+    ]
     assert tokenizer.decode(ids) == "".join(message["content"] for message in messages)
     assert weights.sum() == len(texts[1]) + len(texts[3]) + 2
     assert len(ids) < sum(len(message["content"]) for message in messages)  # something was merged
@@ -114,7 +131,10 @@ def test_learned_merges_stay_within_the_template() -> None:
         ([{"role": "user", "content": 5}], "message 0: expected"),
         ([{"role": "bot", "content": "a"}], "a role of system, user, assistant, got 'bot'"),
         ([{"role": ["user"], "content": "a"}], "a role of system, user, assistant"),
-        ([*talk("a", "b"), {"role": "system", "content": "c"}], "message 2: expected a system message only as the first"),
+        (
+            [*talk("a", "b"), {"role": "system", "content": "c"}],
+            "message 2: expected a system message only as the first",
+        ),
     ],
 )
 def test_malformed_messages_are_named(messages: Any, message: str) -> None:
@@ -126,7 +146,11 @@ def test_malformed_messages_are_named(messages: Any, message: str) -> None:
 def test_reader_names_file_and_line(tmp_path: Path) -> None:
     """Catches an error without the place to mend, and lines passed over in silence."""
     path = tmp_path / "conversations.val.jsonl.zst"
-    rows: list[dict[str, Any]] = [{"messages": talk("a", "b")}, {"messages": talk("c", "d")}, {"text": "no conversation"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": talk("a", "b")},
+        {"messages": talk("c", "d")},
+        {"text": "no conversation"},
+    ]
     with atomic_file(path) as stream:
         writer = RowWriter(stream)
         for row in rows:
@@ -134,21 +158,25 @@ def test_reader_names_file_and_line(tmp_path: Path) -> None:
         writer.finish()
     reader = read_conversations(path)
     assert [next(reader), next(reader)] == [row["messages"] for row in rows[:2]]
-    with pytest.raises(ValueError, match=r"conversations\.val\.jsonl\.zst, line 3: messages: expected a list"):
+    with pytest.raises(
+        ValueError, match=r"conversations\.val\.jsonl\.zst, line 3: messages: expected a list"
+    ):
         next(reader)
 
 
 def test_tokenizer_without_the_template_is_refused() -> None:
     """Catches a KeyError with a borrowed tokenizer that has no chat tokens."""
     plain: Any = ByteTokenizer("<|endoftext|>")
-    with pytest.raises(ValueError, match=r"no special token <\|system\|>: add it to train_bpe\.special_tokens"):
+    with pytest.raises(
+        ValueError, match=r"no special token <\|system\|>: add it to train_bpe\.special_tokens"
+    ):
         render(talk("a", "b"), plain)
 
 
 def cut(messages: list[dict[str, str]], context: int) -> str | None:
     """What is left of a conversation that is cut to the context, as text; None if it is dropped."""
     try:
-        rendered = render_all([messages], TOKENIZER, context=context, too_long="cut")
+        rendered = render_all([messages], TOKENIZER, context=context, overflow="truncate")
     except ValueError:
         return None
     return text_of(rendered[0][0].tolist())
@@ -195,9 +223,9 @@ def test_cut_without_a_question_before_the_answer() -> None:
 def test_too_long_ones_are_counted() -> None:
     """Catches conversations that vanish without a trace."""
     conversations = [talk("a", "b"), talk("a" * 9, "b"), talk("a", "b" * 99), talk("a"), talk("a", "b", "c")]
-    cutting = render_all(conversations, TOKENIZER, context=10, too_long="cut")
+    cutting = render_all(conversations, TOKENIZER, context=10, overflow="truncate")
     assert cutting.counts == {"read": 5, "kept": 3, "cut": 1, "too_long": 1, "unanswered": 1}
-    dropping = render_all(conversations, TOKENIZER, context=10, too_long="drop")
+    dropping = render_all(conversations, TOKENIZER, context=10, overflow="drop")
     assert dropping.counts == {"read": 5, "kept": 2, "cut": 0, "too_long": 2, "unanswered": 1}
     assert [text_of(dropping[number][0].tolist()) for number in range(len(dropping))] == ["Ua.Ab.", "Ua.Ab."]
     assert "2 of 5 conversations kept" in dropping.describe()
@@ -206,17 +234,19 @@ def test_too_long_ones_are_counted() -> None:
 
 def test_nothing_left_is_an_error_that_says_why() -> None:
     """Catches a run on no data, which would divide by zero or never end."""
-    with pytest.raises(ValueError, match=r"left of 2: 1 are longer than model\.context = 5, 1 have no answer; give"):
-        render_all([talk("a", "b"), talk("a")], TOKENIZER, context=5, too_long="drop")
+    with pytest.raises(
+        ValueError, match=r"left of 2: 1 are longer than model\.context = 5, 1 have no answer; give"
+    ):
+        render_all([talk("a", "b"), talk("a")], TOKENIZER, context=5, overflow="drop")
     with pytest.raises(ValueError, match="left of 0"):
-        render_all([], TOKENIZER, context=5, too_long="drop")
+        render_all([], TOKENIZER, context=5, overflow="drop")
 
 
 def test_chunks_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches contents that slip to the next conversation where the encoding is done in several calls."""
     monkeypatch.setattr("stages.chat_template.CHUNK", 2)
     conversations = [talk(f"q{number}", f"a{number}") for number in range(5)]
-    rendered = render_all(iter(conversations), TOKENIZER, context=50, too_long="drop")
+    rendered = render_all(iter(conversations), TOKENIZER, context=50, overflow="drop")
     texts = [text_of(rendered[number][0].tolist()) for number in range(len(rendered))]
     assert texts == [f"Uq{number}.Aa{number}." for number in range(5)]
     assert [supervised.sum() for _, supervised in map(rendered.__getitem__, range(5))] == [3] * 5
@@ -231,7 +261,10 @@ def test_shuffled_questions_are_never_ones_own(count: int, seed: int) -> None:
     assert [messages[1] for messages in shuffled] == [messages[1] for messages in conversations]
     questions = [messages[0]["content"] for messages in shuffled]
     assert sorted(questions) == sorted(messages[0]["content"] for messages in conversations)
-    assert all(question != messages[0]["content"] for question, messages in zip(questions, conversations, strict=True))
+    assert all(
+        question != messages[0]["content"]
+        for question, messages in zip(questions, conversations, strict=True)
+    )
     assert shuffled == shuffle_questions(conversations, seed)
 
 
@@ -247,6 +280,10 @@ def test_shuffled_questions_of_several_turns() -> None:
 def test_shuffle_passes_over_those_without_a_question() -> None:
     """Catches a greeting that takes part in the shuffle, and a lone conversation that keeps its own question."""
     greeting = [{"role": "assistant", "content": "hello"}]
-    assert shuffle_questions([talk("q", "a"), greeting, talk("p", "b")], 0) == [talk("p", "a"), greeting, talk("q", "b")]
+    assert shuffle_questions([talk("q", "a"), greeting, talk("p", "b")], 0) == [
+        talk("p", "a"),
+        greeting,
+        talk("q", "b"),
+    ]
     with pytest.raises(ValueError, match="at least 2 conversations with a question to shuffle them, got 1"):
         shuffle_questions([talk("q", "a"), greeting], 0)

@@ -53,7 +53,14 @@ def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
             checkpoint.load(folder)
     checkpoint.save(folder, weights(), CONFIG, "abc")
     model = (folder / checkpoint.MODEL).read_text(encoding="utf-8")
-    for spoilt in (model.replace('"heads": 2', '"heads": 4'), model.replace('"abc"', "5"), model[:-3], "[]", "7", "{}"):
+    for spoilt in (
+        model.replace('"heads": 2', '"heads": 4'),
+        model.replace('"abc"', "5"),
+        model[:-3],
+        "[]",
+        "7",
+        "{}",
+    ):
         assert spoilt != model
         (folder / checkpoint.MODEL).write_text(spoilt, encoding="utf-8")
         with pytest.raises(ValueError, match=r"model\.json: half written or edited \(.*\); run `make repro`"):

@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 from stages.documents import read_documents
-from stages.sources.corpus import TRAIN, VAL, Conversations, Corpus, Document, Source, Validation, divide, limited, mix
+from stages.sources.corpus import (
+    TRAIN,
+    VAL,
+    Conversations,
+    Corpus,
+    Document,
+    Source,
+    Validation,
+    divide,
+    limited,
+    mix,
+)
 from stages.text_files import RowWriter, atomic_file
 
 
@@ -19,10 +30,19 @@ def documents(name: str, sizes: list[int]) -> list[Document]:
     [
         ({"kind": "web"}, "source.kind must be one of wheel, hf, local, got 'web'"),
         ({"kind": "local"}, "source of kind local: the key files is missing"),
-        ({"kind": "hf", "files": ("a",), "dataset": "d"}, "source of kind hf: the key files belongs to another kind"),
+        (
+            {"kind": "hf", "files": ("a",), "dataset": "d"},
+            "source of kind hf: the key files belongs to another kind",
+        ),
         ({"kind": "wheel", "package": "p", "version": "1", "files": ("a",)}, "the key sha256 is missing"),
-        ({"kind": "local", "files": ("a",), "weight": 0.0}, "source.weight must be a positive number, got 0.0"),
-        ({"kind": "local", "files": ("a",), "weight": float("nan")}, "source.weight must be a positive number, got nan"),
+        (
+            {"kind": "local", "files": ("a",), "weight": 0.0},
+            "source.weight must be a positive number, got 0.0",
+        ),
+        (
+            {"kind": "local", "files": ("a",), "weight": float("nan")},
+            "source.weight must be a positive number, got nan",
+        ),
         ({"kind": "local", "files": ("a",), "max_bytes": 0}, "source.max_bytes must be at least 1, got 0"),
     ],
 )
@@ -41,11 +61,17 @@ def test_section_errors() -> None:
         (lambda: Corpus("c", (), tenth), "corpus.sources is empty"),
         (lambda: Corpus("c", (source, weighted), tenth), "give every source a weight, or none"),
         (lambda: Corpus("c", (source,), Validation()), "corpus.validation: set one of"),
-        (lambda: Corpus("c", (Source("local", files=("a",), format="alpaca"),), tenth), "format must be one of auto, play"),
+        (
+            lambda: Corpus("c", (Source("local", files=("a",), format="alpaca"),), tenth),
+            "format must be one of auto, play",
+        ),
         (lambda: Validation(fraction=0.1, tail=0.1), "set one of documents, fraction and tail"),
         (lambda: Validation(fraction=1.0), "validation.fraction must be at least 0 and below 1, got 1.0"),
         (lambda: Conversations("c", (source,), Validation(tail=0.1)), "a conversation has no tail"),
-        (lambda: Conversations("c", (source,), tenth, max_chars=0), "conversations.max_chars must be at least 1"),
+        (
+            lambda: Conversations("c", (source,), tenth, max_chars=0),
+            "conversations.max_chars must be at least 1",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             make()
@@ -66,7 +92,9 @@ def test_mixture_keeps_its_shares_and_its_order() -> None:
 
 def test_without_weights_all_of_every_source() -> None:
     """Catches a source that is cut although no share was asked for."""
-    assert [d.size for _, d in mix([iter(documents("a", [1, 2])), iter(documents("b", [3]))], [None, None])] == [1, 2, 3]
+    assert [
+        d.size for _, d in mix([iter(documents("a", [1, 2])), iter(documents("b", [3]))], [None, None])
+    ] == [1, 2, 3]
 
 
 def test_byte_limit_counts_the_document_that_reaches_it() -> None:
@@ -94,7 +122,9 @@ def test_documents_are_held_out_whole_by_name() -> None:
     assert [split for split, _ in divide(Document("x/a.txt", "x/b.txt", 7), validation)] == [TRAIN]
 
 
-@pytest.mark.parametrize("text", ["a\nbb\nccc\ndddd\n", "no newline at all", "é\né\né\né\né\né\né\né\né\né\n", "x"])
+@pytest.mark.parametrize(
+    "text", ["a\nbb\nccc\ndddd\n", "no newline at all", "é\né\né\né\né\né\né\né\né\né\n", "x"]
+)
 def test_tail_loses_nothing(text: str) -> None:
     """Catches a cut that drops or doubles a character, counts characters as bytes, or yields an empty part."""
     parts = list(divide(Document("a", text, len(text.encode())), Validation(tail=0.3)))

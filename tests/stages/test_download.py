@@ -40,7 +40,9 @@ def small(**keys: Any) -> Any:
     macbeth = Validation(documents=("macbeth.*",))
     corpus = Corpus("small", (plays,), macbeth)
     pairs = Source("local", files=("pairs.jsonl",))
-    conversations = Conversations("small", (replace(plays, validation=macbeth), pairs), Validation(fraction=0.3), 60)
+    conversations = Conversations(
+        "small", (replace(plays, validation=macbeth), pairs), Validation(fraction=0.3), 60
+    )
     return SimpleNamespace(**({"corpus": corpus, "conversations": conversations} | keys))
 
 
@@ -52,9 +54,14 @@ def test_outputs_and_manifest(here: Path, capsys: pytest.CaptureFixture[str]) ->
     """Catches a document in the wrong split, counts and checksums that aren't the files', lost or repeated conversations."""
     folder = here / download.FOLDER
     download.run(small())
-    assert [text.splitlines()[0] for text in read_documents(here / download.DOCUMENTS["train"])] == ["ado", "hamlet"]
+    assert [text.splitlines()[0] for text in read_documents(here / download.DOCUMENTS["train"])] == [
+        "ado",
+        "hamlet",
+    ]
     val = list(read_documents(here / download.DOCUMENTS["val"]))
-    assert val == ["macbeth\n\nA:\nWho's there, macbeth?\n\nB:\nNay, answer me.\n\nA:\nLong live the king of macbeth!\n"]
+    assert val == [
+        "macbeth\n\nA:\nWho's there, macbeth?\n\nB:\nNay, answer me.\n\nA:\nLong live the king of macbeth!\n"
+    ]
 
     manifest = json.loads((here / download.MANIFEST).read_text(encoding="utf-8"))
     assert set(contents(folder)) == {"train.jsonl.zst", "val.jsonl.zst", "conversations.train.jsonl.zst",
@@ -70,7 +77,10 @@ def test_outputs_and_manifest(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert manifest["corpus"]["val"]["bytes"] == len(val[0].encode())
     assert manifest["corpus"]["sources"][0]["license"] == "MIT"
 
-    rows = {split: [row["messages"] for _, row in read_rows(here / path)] for split, path in download.CONVERSATIONS.items()}
+    rows = {
+        split: [row["messages"] for _, row in read_rows(here / path)]
+        for split, path in download.CONVERSATIONS.items()
+    }
     everything = [json.dumps(messages) for split in rows for messages in rows[split]]
     assert len(everything) == len(set(everything)) == 2 * 3 + 20
     nothing = {"empty": 0, "tool_messages": 0, "bad_rows": 0}
@@ -126,7 +136,9 @@ def test_bad_rows_and_empty_answers_are_counted(here: Path, capsys: pytest.Captu
 def test_damaged_lines_are_bad_rows(here: Path) -> None:
     """Catches a cut last line, or one item that is no object, that ends a run of thousands of conversations."""
     rows = [json.dumps({"prompt": f"q{n}", "completion": f"a{n}"}) for n in range(20)]
-    (here / "pairs.jsonl").write_text("\n".join([*rows, "{broken", '{"prompt": "q'.ljust(20)]), encoding="utf-8", newline="\n")
+    (here / "pairs.jsonl").write_text(
+        "\n".join([*rows, "{broken", '{"prompt": "q'.ljust(20)]), encoding="utf-8", newline="\n"
+    )
     for name in ("items.json", "items.jsonl"):
         items = [{"instruction": f"do {n}", "output": f"done {n} {name}"} for n in range(20)]
         (here / name).write_text(json.dumps([*items, "text", 3]), encoding="utf-8", newline="\n")
@@ -134,7 +146,9 @@ def test_damaged_lines_are_bad_rows(here: Path) -> None:
     (here / "items_Lines.json").write_text("\n".join([*lines, "{broken"]), encoding="utf-8", newline="\n")
     one = json.dumps({"prompt": "one", "completion": "object"}, indent=1)
     (here / "items_One.json.gz").write_bytes(gzip.compress(one.encode()))
-    section = Conversations("small", (Source("local", files=("pairs.jsonl", "items*")),), Validation(fraction=0.3))
+    section = Conversations(
+        "small", (Source("local", files=("pairs.jsonl", "items*")),), Validation(fraction=0.3)
+    )
     facts = download.write_conversations(section, here / "out")
     assert facts["train"]["count"] + facts["val"]["count"] == 81 and facts["left_out"]["bad_rows"] == 7
     with pytest.raises(ValueError, match=r"^items\.json, item 21: expected a JSON array of objects, got str"):
@@ -143,9 +157,13 @@ def test_damaged_lines_are_bad_rows(here: Path) -> None:
 
 def test_nothing_but_bad_rows(here: Path) -> None:
     """Catches an error that says all texts are empty where a key is mistyped."""
-    (here / "pairs.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 9, encoding="utf-8", newline="\n")
+    (here / "pairs.jsonl").write_text(
+        '{"question": "q", "answer": "a"}\n' * 9, encoding="utf-8", newline="\n"
+    )
     section = Conversations("small", (Source("local", files=("pairs.jsonl",)),), Validation(fraction=0.3))
-    with pytest.raises(ValueError, match=r"nothing to read in .*; 9 bad rows, the first: pairs\.jsonl, line 1: .* answer"):
+    with pytest.raises(
+        ValueError, match=r"nothing to read in .*; 9 bad rows, the first: pairs\.jsonl, line 1: .* answer"
+    ):
         download.write_conversations(section, here / "out")
 
 
@@ -156,7 +174,9 @@ def test_one_held_out_conversation_is_told(here: Path, capsys: pytest.CaptureFix
     source, alone = Source("local", files=("pairs.jsonl",)), 0
     for fraction in (0.01, 0.02, 0.03, 0.05, 0.3):
         with suppress(ValueError):  # no conversation is held out
-            facts = download.write_conversations(Conversations("small", (source,), Validation(fraction=fraction)), here / "out")
+            facts = download.write_conversations(
+                Conversations("small", (source,), Validation(fraction=fraction)), here / "out"
+            )
             told = "so eval has no answer_loss_shuffled" in capsys.readouterr().out
             assert told == (facts["val"]["count"] == 1)
             alone += told
@@ -166,9 +186,13 @@ def test_one_held_out_conversation_is_told(here: Path, capsys: pytest.CaptureFix
 # A fraction of a few documents that holds out none by its hash ended the stage: twenty chats of one's own, say.
 def test_a_fraction_of_few_holds_out_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict[str, Any]] = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(20)]
-    (here / "pairs.jsonl").write_text("\n".join(map(json.dumps, [{"bad": 1}, *rows])), encoding="utf-8", newline="\n")
+    (here / "pairs.jsonl").write_text(
+        "\n".join(map(json.dumps, [{"bad": 1}, *rows])), encoding="utf-8", newline="\n"
+    )
     pairs = Source("local", files=("pairs.jsonl",))
-    few = download.write_conversations(Conversations("small", (pairs,), Validation(fraction=1e-9)), here / "out")
+    few = download.write_conversations(
+        Conversations("small", (pairs,), Validation(fraction=1e-9)), here / "out"
+    )
     assert (few["train"]["count"], few["val"]["count"], few["left_out"]["bad_rows"]) == (19, 1, 1)
     said = capsys.readouterr()
     assert "validation.fraction = 1e-09 of so few holds out none, so one is held out" in said.out
@@ -186,11 +210,17 @@ def test_a_fraction_of_few_holds_out_one(here: Path, capsys: pytest.CaptureFixtu
 
 
 # 20,000 files of one line gave a held-out set of 4-character documents, whose bits a byte mean nothing.
-@pytest.mark.parametrize(("count", "length", "refused"), [(120, 60, True), (120, 2000, False), (30, 60, False)])
-def test_short_tails_of_many_documents_are_refused(here: Path, count: int, length: int, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("count", "length", "refused"), [(120, 60, True), (120, 2000, False), (30, 60, False)]
+)
+def test_short_tails_of_many_documents_are_refused(
+    here: Path, count: int, length: int, refused: bool
+) -> None:
     (here / "many").mkdir()
     for number in range(count):
-        (here / "many" / f"{number}.txt").write_text(f"{number} " + "x" * length, encoding="utf-8", newline="\n")
+        (here / "many" / f"{number}.txt").write_text(
+            f"{number} " + "x" * length, encoding="utf-8", newline="\n"
+        )
     corpus = Corpus("many", (Source("local", files=("many/*",)),), Validation(tail=0.1))
     if refused:
         with pytest.raises(ValueError, match=r"^corpus\.validation\.tail: the held-out ends of 120 documents have [67] bytes "
@@ -205,9 +235,18 @@ def test_empty_splits_and_globs_without_effect(here: Path) -> None:
     corpus = small().corpus
     (here / "empty.txt").write_text(" \n", encoding="utf-8", newline="\n")
     for changed, message in (
-        (replace(corpus, validation=Validation(documents=("*",))), r"small: the split train is empty.*corpus\.validation"),
-        (replace(corpus, validation=Validation(documents=("mac*", "lear*"))), r"no document is named like lear\*"),
-        (Corpus("e", (Source("local", files=("empty.txt",)),), Validation(tail=0.1)), r"e: nothing to read in empty\.txt"),
+        (
+            replace(corpus, validation=Validation(documents=("*",))),
+            r"small: the split train is empty.*corpus\.validation",
+        ),
+        (
+            replace(corpus, validation=Validation(documents=("mac*", "lear*"))),
+            r"no document is named like lear\*",
+        ),
+        (
+            Corpus("e", (Source("local", files=("empty.txt",)),), Validation(tail=0.1)),
+            r"e: nothing to read in empty\.txt",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             download.write_corpus(changed, here / "out")
@@ -224,7 +263,9 @@ def load(group: str, name: str) -> Any:
 
 def hub_folder(folder: Path, rows: list[dict[str, Any]], split: str) -> str:
     (folder / "data").mkdir(parents=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "data" / f"{split}-00000-of-00001.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), folder / "data" / f"{split}-00000-of-00001.parquet"
+    )
     return str(folder)
 
 
@@ -250,18 +291,24 @@ def test_shipped_corpora_on_small_files(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", [name for name in shipped("conversations") if name != "shakespeare"])
-def test_shipped_conversations_on_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_shipped_conversations_on_small_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Catches a shipped file with a wrong key, split or shape."""
     section = load("conversations", name)
     monkeypatch.chdir(tmp_path)
-    messages = [[{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}] for n in range(1500)]
+    messages = [
+        [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}] for n in range(1500)
+    ]
     shapes: dict[str, list[dict[str, Any]]] = {
         "messages": [{"messages": turns, "prompt": turns[0]["content"]} for turns in messages],
         "alpaca": [{"instruction": f"q{n}", "input": "", "output": "a", "text": "all"} for n in range(1500)],
     }
     source = section.sources[0]
     if source.kind == "hf":
-        source = replace(source, dataset=hub_folder(tmp_path / "set", shapes[source.format], source.split), subset=None)
+        source = replace(
+            source, dataset=hub_folder(tmp_path / "set", shapes[source.format], source.split), subset=None
+        )
     else:
         (tmp_path / "conversations").mkdir()
         lines = "\n".join(json.dumps(row) for row in shapes["messages"])

@@ -25,7 +25,15 @@ from stages.text_files import RowWriter, atomic_file
 from stages.tokenizer import Tokenizer
 
 Make = Callable[..., Settings]
-FIGURES = ("loss", "perplexity", "bits_per_byte", "answer_loss", "answer_loss_shuffled", "end_of_turn_loss", "sft_loss")
+FIGURES = (
+    "loss",
+    "perplexity",
+    "bits_per_byte",
+    "answer_loss",
+    "answer_loss_shuffled",
+    "end_of_turn_loss",
+    "sft_loss",
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +48,30 @@ def models(corpus: Any, settings_with: Make, tmp_path_factory: pytest.TempPathFa
 
 
 def run(corpus: Any, models: dict[str, Path], settings: Settings, folder: Path) -> Path:
-    eval.run(settings, tokenizer=corpus.tokenizer, shards=corpus.shards, conversations=corpus.val, **models, folder=folder)
+    eval.run(
+        settings,
+        tokenizer=corpus.tokenizer,
+        shards=corpus.shards,
+        conversations=corpus.val,
+        **models,
+        folder=folder,
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
-def out(corpus: Any, models: dict[str, Path], settings_with: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(
+    corpus: Any, models: dict[str, Path], settings_with: Make, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """What the stage writes for the two models."""
     return run(corpus, models, settings_with(), tmp_path_factory.mktemp("eval"))
 
 
 def test_metrics_are_complete_finite_and_in_order(out: Path, corpus: Any) -> None:
     """Would catch a figure that is missing, NaN (no JSON), or lost in a change of names that `dvc metrics diff` compares."""
-    metrics = json.loads((out / "metrics.json").read_text(encoding="utf-8"), parse_constant=lambda text: pytest.fail(text))
+    metrics = json.loads(
+        (out / "metrics.json").read_text(encoding="utf-8"), parse_constant=lambda text: pytest.fail(text)
+    )
     assert list(metrics) == ["device", "text_tokens", "text_bytes", "conversations", "base", "chat"]
     assert list(metrics["base"]) == [*FIGURES, "heads"]
     assert list(metrics["chat"]) == [*FIGURES, "replies", "replies_ended", "heads"]
@@ -68,13 +87,23 @@ def test_metrics_are_complete_finite_and_in_order(out: Path, corpus: Any) -> Non
 def test_report_and_curves_hold_both_models(out: Path, settings_with: Make) -> None:
     """Would catch a report without its samples, heads or machine."""
     report = (out / "report.md").read_text(encoding="utf-8")
-    for part in ("| | base | chat |", "## Samples of the base model", "## Samples of the chat model", "Made on: CPU"):
+    for part in (
+        "| | base | chat |",
+        "## Samples of the base model",
+        "## Samples of the chat model",
+        "Made on: CPU",
+    ):
         assert part in report
     for prompt in (*settings_with().eval.prompts, *settings_with().eval.chat_prompts):
         assert eval.indented(prompt) in report
     with (out / "heads.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["model"], row["head"]) for row in rows] == [("base", "0"), ("base", "1"), ("chat", "0"), ("chat", "1")]
+    assert [(row["model"], row["head"]) for row in rows] == [
+        ("base", "0"),
+        ("base", "1"),
+        ("chat", "0"),
+        ("chat", "1"),
+    ]
 
 
 def test_the_same_models_give_the_same_bytes(
@@ -91,7 +120,9 @@ def test_the_micro_batch_does_not_change_the_measures(
 ) -> None:
     """Would catch rows that fill the last batch and are counted; rounding leaves 1e-5."""
     run(corpus, models, settings_with("eval.micro_batch=7"), tmp_path)
-    before, after = (json.loads((folder / "metrics.json").read_text(encoding="utf-8")) for folder in (out, tmp_path))
+    before, after = (
+        json.loads((folder / "metrics.json").read_text(encoding="utf-8")) for folder in (out, tmp_path)
+    )
     for name in ("base", "chat"):
         assert [after[name][figure] for figure in FIGURES] == pytest.approx(
             [before[name][figure] for figure in FIGURES], rel=1e-5
@@ -104,11 +135,13 @@ def test_text_is_scored_whole_and_every_head_where_it_predicts(corpus: Any, mode
     Plain loops over single windows, in float64 from the same fp32 losses: rounding of the engine's batches leaves 1e-5.
     """
     model, words = checkpoint.load(models["base"]), Tokenizer.load(corpus.tokenizer)
-    train, val = (open_split(corpus.shards, split, words.sha256, words.vocab_size) for split in ("train", "val"))
+    train, val = (
+        open_split(corpus.shards, split, words.sha256, words.vocab_size) for split in ("train", "val")
+    )
     separator, context = words.special["<|endoftext|>"], model.config.context
     engine = Engine(model.config, Numerics(), micro_batch=4, device="cpu", threads=1, training=False)
     engine.load(model.weights)
-    windows = EvalWindows(val, micro_batch=4, context=context, separator_id=separator, within_documents=True)
+    windows = EvalWindows(val, micro_batch=4, context=context, separator_id=separator, document_mask=True)
     found = scoring.score_text(engine, windows, scoring.unigram_nats(train), 2)
 
     counts = np.bincount(read_shard(corpus.shards / "train_00000.bin"), minlength=words.vocab_size) + 1.0
@@ -129,7 +162,9 @@ def test_text_is_scored_whole_and_every_head_where_it_predicts(corpus: Any, mode
     text_bytes = int(words.token_lengths[ids].sum())
     assert found.bits_per_byte == pytest.approx(sums[0, 1] / math.log(2) / text_bytes, rel=1e-5)
     for k, head in enumerate(found.heads):
-        assert [head.loss, head.accuracy, head.unigram_loss] == pytest.approx(sums[k, 1:] / sums[k, 0], rel=1e-5)
+        assert [head.loss, head.accuracy, head.unigram_loss] == pytest.approx(
+            sums[k, 1:] / sums[k, 0], rel=1e-5
+        )
 
 
 class Oracle:
@@ -159,9 +194,14 @@ def test_answers_cost_more_behind_foreign_questions(corpus: Any) -> None:
     assert sorted(true[n][0][true[n][1]].tobytes() for n in range(len(true))) == sorted(
         shuffled[n][0][shuffled[n][1]].tobytes() for n in range(len(shuffled))
     )
-    end, rows = words.special["<|end|>"], {"micro_batch": 4, "context": 32, "pad_id": words.special["<|pad|>"]}
+    end, rows = (
+        words.special["<|end|>"],
+        {"micro_batch": 4, "context": 32, "pad_id": words.special["<|pad|>"]},
+    )
     engine: Any = Oracle(end)
-    own, foreign = (scoring.score_answers(engine, scoring.eval_batches(each, **rows), end) for each in (true, shuffled))
+    own, foreign = (
+        scoring.score_answers(engine, scoring.eval_batches(each, **rows), end) for each in (true, shuffled)
+    )
     assert own.end_loss == foreign.end_loss == 3
     assert 1 <= own.content_loss < foreign.content_loss <= 5
     lengths = [len(words.encode(talk[1]["content"])) for talk in held_out]
@@ -188,11 +228,25 @@ def test_a_conversation_that_fits_one_way_only_takes_no_part(corpus: Any) -> Non
     ("talks", "context", "missing"),
     [
         (1, 32, {"answer_loss_shuffled": "one held-out conversation has no other question"}),
-        (4, 3, dict.fromkeys(("answer_loss", "end_of_turn_loss", "sft_loss", "answer_loss_shuffled"), "none of 4 held-out")),
-        (0, 32, dict.fromkeys(("answer_loss", "end_of_turn_loss", "sft_loss", "answer_loss_shuffled"), "none of 0 held-out")),
+        (
+            4,
+            3,
+            dict.fromkeys(
+                ("answer_loss", "end_of_turn_loss", "sft_loss", "answer_loss_shuffled"), "none of 4 held-out"
+            ),
+        ),
+        (
+            0,
+            32,
+            dict.fromkeys(
+                ("answer_loss", "end_of_turn_loss", "sft_loss", "answer_loss_shuffled"), "none of 0 held-out"
+            ),
+        ),
     ],
 )
-def test_a_figure_that_cannot_be_had_has_a_reason(corpus: Any, talks: int, context: int, missing: dict[str, str]) -> None:
+def test_a_figure_that_cannot_be_had_has_a_reason(
+    corpus: Any, talks: int, context: int, missing: dict[str, str]
+) -> None:
     words = Tokenizer.load(corpus.tokenizer)
     held_out = list(read_conversations(corpus.val))[:talks]
     answers = scoring.held_out_answers(held_out, words, context=context, seed=0)
@@ -211,16 +265,23 @@ def test_a_report_with_one_conversation(
         writer.finish()
     run(dataclasses.replace(corpus, val=tmp_path / "val.zst"), models, settings_with(), tmp_path)
     metrics = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
-    assert list(metrics["base"]) == [figure for figure in (*FIGURES, "heads") if figure != "answer_loss_shuffled"]
+    assert list(metrics["base"]) == [
+        figure for figure in (*FIGURES, "heads") if figure != "answer_loss_shuffled"
+    ]
     assert "answer_loss_shuffled" in metrics["missing"]
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "- answer_loss_shuffled: one held-out conversation has no other question to be put behind" in report
+    assert (
+        "- answer_loss_shuffled: one held-out conversation has no other question to be put behind" in report
+    )
 
 
 class Writer:
     """A stand-in engine that likes best the token after the last one it read."""
 
-    micro_batch, config = 4, ModelConfig(vocab_size=64, layers=1, heads=1, kv_heads=1, dim=8, ffn=8, context=16)
+    micro_batch, config = (
+        4,
+        ModelConfig(vocab_size=64, layers=1, heads=1, kv_heads=1, dim=8, ffn=8, context=16),
+    )
 
     def cache(self, batch: int = 1) -> Any:
         return SimpleNamespace(truncate=lambda length: None)
@@ -228,7 +289,9 @@ class Writer:
     def draw(self, tokens: np.ndarray, *arguments: Any, **sampling: Any) -> np.ndarray:
         return tokens[:, -1] + 1
 
-    def draws(self, tokens: np.ndarray, cache: Any, uniforms: Iterable[Any], *arguments: Any, **sampling: Any) -> Iterator[Any]:
+    def draws(
+        self, tokens: np.ndarray, cache: Any, uniforms: Iterable[Any], *arguments: Any, **sampling: Any
+    ) -> Iterator[Any]:
         yield from (tokens[:, -1] + count for count, _ in enumerate(uniforms, 1))
 
 
@@ -237,7 +300,12 @@ class Writer:
     [
         ([[4], [7], [19]], 6, [5, 2, 6], [True, True, False]),  # the end is token 10; the last never meets it
         ([[4]], 5, [5], [False]),  # it would come as the sixth
-        ([[1] * 15 + [8], [1] * 14 + [8]], 20, [1, 1], [False, True]),  # the first would need a context of 17 for it
+        (
+            [[1] * 15 + [8], [1] * 14 + [8]],
+            20,
+            [1, 1],
+            [False, True],
+        ),  # the first would need a context of 17 for it
         ([], 20, [], []),
     ],
 )
@@ -246,7 +314,9 @@ def test_a_reply_ends_by_itself_or_not(
 ) -> None:
     """Would catch a reply that was cut off, or went on in a context cut anew, counted as ended, and the end shown as text."""
     engine: Any = Writer()
-    replies = scoring.write_replies(engine, prompts, Sampling(temperature=0), max_tokens=max_tokens, end_id=10)
+    replies = scoring.write_replies(
+        engine, prompts, Sampling(temperature=0), max_tokens=max_tokens, end_id=10
+    )
     assert ([len(reply.ids) for reply in replies], [reply.ended for reply in replies]) == (lengths, ended)
 
 

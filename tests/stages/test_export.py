@@ -21,7 +21,16 @@ from tests.stages.scripted_engine import WORDS
 
 VOCAB = WORDS.vocab_size
 EULER = ModelConfig(VOCAB, layers=2, heads=3, kv_heads=1, dim=12, ffn=10, context=7, mtp_heads=3)
-GPT2 = replace(EULER, kv_heads=3, mtp_heads=1, norm="layernorm", position="learned", mlp="gelu", bias=True, tied_head=True)
+GPT2 = replace(
+    EULER,
+    kv_heads=3,
+    mtp_heads=1,
+    norm="layernorm",
+    position="learned",
+    mlp="gelu",
+    bias=True,
+    tied_head=True,
+)
 
 
 def checkpoint_of(config: ModelConfig) -> Checkpoint:
@@ -38,7 +47,11 @@ def exported(config: ModelConfig, output: Path) -> tuple[dict[str, np.ndarray], 
     """The weights and config.json that a model's export holds, and the model."""
     made = checkpoint_of(config)
     export.export(made, WORDS, output, kind="chat")
-    return load_file(output / "model.safetensors"), json.loads((output / "config.json").read_text(encoding="utf-8")), made
+    return (
+        load_file(output / "model.safetensors"),
+        json.loads((output / "config.json").read_text(encoding="utf-8")),
+        made,
+    )
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
@@ -82,7 +95,12 @@ def test_gpt2_parts_are_gpt2s(tmp_path: Path) -> None:
     ours, block = made.weights, "transformer.h.0."
     assert config["architectures"] == ["GPT2LMHeadModel"] and config["model_type"] == "gpt2"
     assert len(tensors) == 2 * 12 + 4 and not [name for name in tensors if "lm_head" in name]
-    for theirs, name in (("attn.c_attn", "qkv"), ("attn.c_proj", "proj"), ("mlp.c_fc", "up"), ("mlp.c_proj", "down")):
+    for theirs, name in (
+        ("attn.c_attn", "qkv"),
+        ("attn.c_proj", "proj"),
+        ("mlp.c_fc", "up"),
+        ("mlp.c_proj", "down"),
+    ):
         assert np.array_equal(tensors[f"{block}{theirs}.weight"], ours[f"blocks.0.{name}.weight"].T), name
         assert np.array_equal(tensors[f"{block}{theirs}.bias"], ours[f"blocks.0.{name}.bias"]), name
     assert np.array_equal(tensors[f"{block}ln_2.bias"], ours["blocks.0.norm2.bias"])
@@ -100,7 +118,11 @@ def test_padding_is_cut_whatever_there_is_of_it(vocab_size: int, tmp_path: Path)
     assert tensors["model.embed_tokens.weight"].shape == (vocab_size, 12) and "lm_head.weight" not in tensors
     assert content["vocab_size"] == vocab_size and content["tie_word_embeddings"] is True
     further = load_file(tmp_path / export.FURTHER_HEADS)["heads.weight"]
-    assert np.array_equal(further, made.weights["head.weight"][:, :vocab_size]) and further.shape == (2, vocab_size, 12)
+    assert np.array_equal(further, made.weights["head.weight"][:, :vocab_size]) and further.shape == (
+        2,
+        vocab_size,
+        12,
+    )
 
 
 def test_further_heads_stand_beside_the_model(tmp_path: Path) -> None:
@@ -121,14 +143,20 @@ def test_token_ids_and_chat_template(tmp_path: Path) -> None:
     separator, end, pad = (WORDS.special[name] for name in ("<|endoftext|>", "<|end|>", "<|pad|>"))
     assert ids == {"eos_token_id": [separator, end], "bos_token_id": separator, "pad_token_id": pad}
     words = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert words["pad_token"] not in (words["eos_token"], words["bos_token"]) and words["model_max_length"] == 7
-    assert "{%- generation -%}" in words["chat_template"] and "{%- endgeneration -%}" in words["chat_template"]
+    assert (
+        words["pad_token"] not in (words["eos_token"], words["bos_token"]) and words["model_max_length"] == 7
+    )
+    assert (
+        "{%- generation -%}" in words["chat_template"] and "{%- endgeneration -%}" in words["chat_template"]
+    )
     assert Tokenizer.load(tmp_path / "tokenizer.json").sha256 == WORDS.sha256
 
 
 def test_a_tokenizer_without_chat_tokens_has_no_template() -> None:
     """Would catch a template whose tokens become ordinary text, and ids of tokens that aren't there."""
-    plain = Tokenizer(Vocabulary([bytes([b]) for b in BYTE_ORDER], [], {}).with_special(["<|endoftext|>"], "test"))
+    plain = Tokenizer(
+        Vocabulary([bytes([b]) for b in BYTE_ORDER], [], {}).with_special(["<|endoftext|>"], "test")
+    )
     content = export.tokenizer_config(plain, 7)
     assert "chat_template" not in content and "pad_token" not in content
     assert export.token_ids(plain.special) == {"eos_token_id": [256], "bos_token_id": 256}
@@ -141,7 +169,9 @@ def test_same_model_same_bytes_in_files_that_all_may_read(tmp_path: Path) -> Non
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
     with safe_open(tmp_path / "a" / "model.safetensors", framework="numpy") as file:
-        assert file.metadata() == {"format": "pt"}  # without it, older releases of transformers refuse the file
+        assert file.metadata() == {
+            "format": "pt"
+        }  # without it, older releases of transformers refuse the file
 
 
 @pytest.mark.parametrize(
@@ -158,12 +188,21 @@ def test_same_model_same_bytes_in_files_that_all_may_read(tmp_path: Path) -> Non
     ],
 )
 def test_other_mixtures_are_refused(
-    config: ModelConfig, named: str, nearest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    config: ModelConfig,
+    named: str,
+    nearest: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     """Would catch a model that loads and writes nonsense: a part that the class computes otherwise."""
     save(tmp_path / "model", checkpoint_of(config).weights, config, WORDS.sha256)
     WORDS.save(tmp_path / "tokenizer.json")
-    arguments = [f"model={tmp_path / 'model'}", f"tokenizer={tmp_path / 'tokenizer.json'}", f"output={tmp_path / 'out'}"]
+    arguments = [
+        f"model={tmp_path / 'model'}",
+        f"tokenizer={tmp_path / 'tokenizer.json'}",
+        f"output={tmp_path / 'out'}",
+    ]
     assert run_main(monkeypatch, "format=hf", *arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: this model has no class in transformers: ") and error.count("\n") == 1

@@ -51,7 +51,9 @@ def test_goes_on_with_the_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 # Typed special tokens must stay text, or a prompt could end its own document.
-def test_special_tokens_in_the_prompt_are_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_special_tokens_in_the_prompt_are_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine = scripted(monkeypatch, [SEPARATOR])
     generate.run(["--prompt", "<|end|>{x}%s", "--temperature", "0"])
     assert engine.prompts[0][1:] == [WORDS.encode(letter)[0] for letter in "<|end|>{x}%s"]
@@ -95,12 +97,16 @@ def test_banner_tells_model_and_seed(trained: Path, capsys: pytest.CaptureFixtur
     first = capsys.readouterr()
     assert first.err.startswith("pretrain model, context 32; CPU")
     assert "parameters" in first.err
-    generate.run(["--max-tokens", "9", "--seed", first.err.split()[-1], "--model", "data/pretrain/checkpoint"])
+    generate.run(
+        ["--max-tokens", "9", "--seed", first.err.split()[-1], "--model", "data/pretrain/checkpoint"]
+    )
     assert capsys.readouterr().out == first.out
 
 
 # Longer than the context: the command must go on, as it says.
-def test_goes_on_beyond_the_context(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_goes_on_beyond_the_context(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "abcdefghij" * 5
     scripted(monkeypatch, [*ids(text), SEPARATOR], context=16)
     generate.run(["--temperature", "0"])
@@ -123,7 +129,9 @@ def test_missing_file_is_one_line(
 
 
 # A tokenizer of another run gives fluent nonsense; it has to be refused.
-def test_other_tokenizer_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_tokenizer_is_refused(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = trained / "data/pretrain/checkpoint"
     model = load(folder)
     save(folder, model.weights, model.config, "0" * 64)
@@ -146,14 +154,23 @@ def test_arguments_are_validated(
 
 
 # With drafts the text must stay the same, and what they were worth be told; a model of one head has none to offer.
-def test_speculative(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_speculative(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert run_main(monkeypatch, "--speculative") == 1
-    assert capsys.readouterr().err.startswith("error: speculative: expected a model with model.mtp_heads of at least 2")
+    assert capsys.readouterr().err.startswith(
+        "error: speculative: expected a model with model.mtp_heads of at least 2"
+    )
     write_model(tmp_path, mtp_heads=3)
     for temperature in ("0", "0.9"):
         texts = []
         for options in ([], ["--speculative"]):
-            assert run_main(monkeypatch, "--temperature", temperature, "--seed", "5", "--max-tokens", "60", *options) == 0
+            assert (
+                run_main(
+                    monkeypatch, "--temperature", temperature, "--seed", "5", "--max-tokens", "60", *options
+                )
+                == 0
+            )
             texts.append(capsys.readouterr())
         assert texts[0].out == texts[1].out
         assert "tokens a pass" in texts[1].err
@@ -189,7 +206,9 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 # An untrained model writes escape sequences as often as letters; on a terminal they would clear it or worse. Redirected
 # output has to stay what was written.
-def test_control_characters_stay_off_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_stay_off_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "a\x1b[2J\r\x9b\tb\n\u200d"
     generate.show(text)
     assert capsys.readouterr().out == text

@@ -39,7 +39,10 @@ def test_wrong_column_and_split_are_named(dataset: Path) -> None:
     """Catches a wrong key that gives an empty corpus, and a traceback of the library."""
     with pytest.raises(ValueError, match=r"its rows have the keys \['row', 'text'\], none of \['TEXT'\]"):
         list(hub.hub_rows(Source("hf", dataset=str(dataset)), ("TEXT",))[1])
-    with pytest.raises(ValueError, match=r"cannot be read from the hub .*; is there a network, and are dataset, subset, split"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot be read from the hub .*; is there a network, and are dataset, subset, split",
+    ):
         list(hub.hub_rows(Source("hf", dataset=str(dataset), split="test"), ("text",))[1])
 
 
@@ -59,7 +62,9 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("part_bytes", [1, 100, 10**9])
-def test_interrupted_fetch_goes_on(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
+def test_interrupted_fetch_goes_on(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
     """Catches rows lost or doubled at the seam, and a complete fetch that asks the network again."""
     monkeypatch.setattr(hub, "PART_BYTES", part_bytes)
     source, parts = Source("hf", dataset=str(dataset)), tmp_path / "parts"
@@ -106,7 +111,9 @@ def test_a_broken_stream_keeps_what_came(tmp_path: Path) -> None:
     assert list(hub.kept_rows(tmp_path, Breaking)) == STORIES
 
 
-def test_a_damaged_part_is_fetched_anew(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_part_is_fetched_anew(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches bytes of a damaged cache that reach the corpus."""
     monkeypatch.setattr(hub, "PART_BYTES", 200)
     parts = tmp_path / "parts"

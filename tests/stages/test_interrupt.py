@@ -12,7 +12,9 @@ def silent(line: str) -> None:
 
 
 # Would catch a user who does not know for minutes whether the key was heard, and a line that names the wrong signal.
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "Ctrl-C: saving"), (signal.SIGTERM, "SIGTERM: saving")])
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGINT, "Ctrl-C: saving"), (signal.SIGTERM, "SIGTERM: saving")]
+)
 def test_the_request_is_said_at_once(number: signal.Signals, said: str) -> None:
     lines: list[str] = []
     before = signal.getsignal(number)
@@ -66,7 +68,9 @@ def test_a_second_one_stops_at_once() -> None:
 
 
 # Would catch a traceback instead of a saved step where the signal came while a line was being printed, or nobody reads it.
-@pytest.mark.parametrize("error", [RuntimeError("reentrant call inside <_io.BufferedWriter>"), BrokenPipeError()])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("reentrant call inside <_io.BufferedWriter>"), BrokenPipeError()]
+)
 def test_a_line_that_cannot_be_printed_now_is_left_out(error: Exception) -> None:
     def busy(line: str) -> None:
         raise error

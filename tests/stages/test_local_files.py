@@ -72,10 +72,14 @@ def test_links_to_one_file_give_it_once() -> None:
 def test_a_link_to_a_folder_elsewhere_is_named() -> None:
     make("t/a.txt", "away/b.txt")
     Path("t/novels").symlink_to("../away", target_is_directory=True)
-    with pytest.raises(ValueError, match=r"^t/novels: a link to the folder .*away: DVC does not look behind it"):
+    with pytest.raises(
+        ValueError, match=r"^t/novels: a link to the folder .*away: DVC does not look behind it"
+    ):
         find_files(["t/**/*"])
     assert found("t/*.txt") == ["t/a.txt"]
-    Path("all").symlink_to("away", target_is_directory=True)  # where the watched folder itself is the link, DVC follows it
+    Path("all").symlink_to(
+        "away", target_is_directory=True
+    )  # where the watched folder itself is the link, DVC follows it
     assert found("all/**/*") == ["all/b.txt"]
 
 
@@ -89,8 +93,14 @@ def test_what_is_no_file_is_named(kind: str) -> None:
         with socket.socket(socket.AF_UNIX) as opened:
             opened.bind("t/b.txt")
     else:
-        Path("t/b.txt").symlink_to({"broken link": "gone", "link to itself": "b.txt", "link to a device": "/dev/null"}[kind])
-    reason = "cannot be read: " if "link" in kind and "device" not in kind else "a pipe, socket or device, not a file; remove it"
+        Path("t/b.txt").symlink_to(
+            {"broken link": "gone", "link to itself": "b.txt", "link to a device": "/dev/null"}[kind]
+        )
+    reason = (
+        "cannot be read: "
+        if "link" in kind and "device" not in kind
+        else "a pipe, socket or device, not a file; remove it"
+    )
     for pattern in ("t/**/*", "t/b.txt", "t/[b].*"):
         with pytest.raises(ValueError, match=f"^t/b.txt: {reason}"):
             find_files([pattern])
@@ -101,7 +111,9 @@ def test_nothing_found_is_named() -> None:
     make("t/a.txt")
     Path("empty").mkdir()
     for pattern in ("x.txt", "x/*.txt", "t/*.md", "empty/**/*"):
-        with pytest.raises(ValueError, match=f"^files: {re.escape(pattern)}: no such file; paths are relative to"):
+        with pytest.raises(
+            ValueError, match=f"^files: {re.escape(pattern)}: no such file; paths are relative to"
+        ):
             find_files(["t/a.txt", pattern])
     with pytest.raises(ValueError, match=r"^files: t is a folder; write t/\*\*/\* for all that is in it"):
         find_files(["t"])
@@ -121,7 +133,12 @@ def test_names_that_are_not_utf8_are_written_with_replacements(capsys: pytest.Ca
     assert [document.name for document in read_source(source, opened.records)] == ["t/caf\ufffd.txt"] * 2
     facts: Any = opened.facts["files"]
     assert [file["name"] for file in facts] == ["t/caf\ufffd.txt"] * 2
-    assert capsys.readouterr().err.count("note: t/caf\ufffd.txt: the name is not UTF-8, so DVC cannot hash its folder") == 2
+    assert (
+        capsys.readouterr().err.count(
+            "note: t/caf\ufffd.txt: the name is not UTF-8, so DVC cannot hash its folder"
+        )
+        == 2
+    )
     Path(names[0]).write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"caf\ufffd[.]txt: not UTF-8 at byte 0"):
         list(read_source(source, open_source(source, ("text",)).records))

@@ -49,7 +49,14 @@ def test_plain_lines_are_few_and_hold_every_figure(capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= metrics.PLAIN_LINES + 2
     assert lines[0].startswith("step 1/1,000") and lines[-1].startswith("step 1,000/1,000")
-    for figure in ("loss 3.2500", "lr 1.50e-03", "grad norm 0.750", "tokens/s 21,034", "left 2m 05s", "val bits/byte 2.5"):
+    for figure in (
+        "loss 3.2500",
+        "lr 1.50e-03",
+        "grad norm 0.750",
+        "tokens/s 21,034",
+        "left 2m 05s",
+        "val bits/byte 2.5",
+    ):
         assert figure in lines[-1]
     assert all(label != "left" for label, _ in replace(progress(1), left_s=None).cells())
 
@@ -57,11 +64,23 @@ def test_plain_lines_are_few_and_hold_every_figure(capsys: pytest.CaptureFixture
 def test_live_display_draws_every_figure_and_keeps_lines() -> None:
     """Would catch a display that fails before the first step or first validation, or takes [brackets] for markup."""
     out = io.StringIO()
-    with LiveDisplay("pretrain", Console(file=out, force_terminal=True, width=120, color_system=None)) as display:
+    with LiveDisplay(
+        "pretrain", Console(file=out, force_terminal=True, width=120, color_system=None)
+    ) as display:
         display.say("sample: [/bold] [x]")
         display.update(progress(1, val_bpb=None))
         display.update(progress(500))
-    for figure in ("sample: [/bold] [x]", "pretrain", "500/1,000", "3.2500", "1.50e-03", "0.750", "21,034", "2m 05s", "2.5000"):
+    for figure in (
+        "sample: [/bold] [x]",
+        "pretrain",
+        "500/1,000",
+        "3.2500",
+        "1.50e-03",
+        "0.750",
+        "21,034",
+        "2m 05s",
+        "2.5000",
+    ):
         assert figure in out.getvalue()
 
 
@@ -83,7 +102,9 @@ def test_duration(seconds: float, text: str) -> None:
 
 def test_record_survives_json(tmp_path: Path) -> None:
     """Would catch curves that a resumed run loses or writes differently."""
-    record = Record([(1, 3.5, 4.0, 1e-3, 0.5)], [(1, 3.25, 2.5)], [(1, "\u00fc\n\u2028")], [(1, 100.0)], 1.5, [7])
+    record = Record(
+        [(1, 3.5, 4.0, 1e-3, 0.5)], [(1, 3.25, 2.5)], [(1, "\u00fc\n\u2028")], [(1, 100.0)], 1.5, [7]
+    )
     again = Record(**json.loads(json.dumps(record.to_dict())))
     for number, each in enumerate((record, again)):
         each.write_curves(tmp_path / str(number))
@@ -92,7 +113,9 @@ def test_record_survives_json(tmp_path: Path) -> None:
     for name in ("train.csv", "val.csv", "samples.txt", "speed.csv"):
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
     assert (tmp_path / "0" / "val.csv").read_bytes() == b"step,val_loss,val_bpb\n1,3.25,2.5\n"
-    assert (tmp_path / "0" / "train.csv").read_bytes() == b"step,loss,total_loss,lr,grad_norm\n1,3.5,4,0.001,0.5\n"
+    assert (
+        tmp_path / "0" / "train.csv"
+    ).read_bytes() == b"step,loss,total_loss,lr,grad_norm\n1,3.5,4,0.001,0.5\n"
     assert (tmp_path / "0" / "speed.csv").read_bytes() == b"step,tokens_per_s\n1,100\n"
     assert (again.seconds, again.resumed_at) == (1.5, [7])
 
@@ -129,8 +152,12 @@ def test_csv_numbers_are_short_and_exact_where_whole(tmp_path: Path) -> None:
 
 def test_provenance_names_versions_and_facts(tmp_path: Path) -> None:
     """Would catch a result that cannot be traced to the libraries and the device that made it."""
-    metrics.write_provenance(tmp_path / "provenance.json", device="cpu", parameters={"take": Path("some/folder")})
+    metrics.write_provenance(
+        tmp_path / "provenance.json", device="cpu", parameters={"take": Path("some/folder")}
+    )
     found = json.loads((tmp_path / "provenance.json").read_text(encoding="utf-8"))
     assert (
-        found["device"] == "cpu" and {"python", "numpy", "numba"} <= found["versions"].keys() and found["machine"]["platform"]
+        found["device"] == "cpu"
+        and {"python", "numpy", "numba"} <= found["versions"].keys()
+        and found["machine"]["platform"]
     )

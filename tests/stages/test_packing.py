@@ -19,7 +19,8 @@ def rendered(lengths: list[int], seed: int = 0) -> Rendered:
     """
     rng = np.random.default_rng(seed)
     ids = [
-        np.array([USER, *range(1000 * (n + 1), 1000 * (n + 1) + length - 2), END], np.int32) for n, length in enumerate(lengths)
+        np.array([USER, *range(1000 * (n + 1), 1000 * (n + 1) + length - 2), END], np.int32)
+        for n, length in enumerate(lengths)
     ]
     supervised = [np.array([False, *(rng.random(length - 2) < 0.5), True]) for length in lengths]
     starts = np.cumsum([0, *lengths], dtype=np.int64)
@@ -74,7 +75,9 @@ def test_pack_takes_the_row_with_the_least_room() -> None:
 
 @settings(deadline=None)
 @given(lengths_strategy, st.integers(1, 5), st.integers(0, 3))
-def test_unpacking_an_epoch_gives_back_every_conversation(lengths: list[int], micro_batch: int, epoch: int) -> None:
+def test_unpacking_an_epoch_gives_back_every_conversation(
+    lengths: list[int], micro_batch: int, epoch: int
+) -> None:
     """Catches conversations split, dropped, repeated or mixed, weights shifted by one, and a row with nothing to learn."""
     data = rendered(lengths)
     batches = SftBatches(data, micro_batch=micro_batch, context=20, pad_id=PAD, seed=3)

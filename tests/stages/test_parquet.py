@@ -31,8 +31,12 @@ def rows(data: bytes, *columns: str) -> list[dict[str, Any]]:
     return [row for _, row in stream_parquet(io.BytesIO(data), "a.parquet", columns)]
 
 
-DAYS = pyarrow.array([-1_000_000, 0], pyarrow.int32()).cast(pyarrow.date32())  # the first is before the year 1
-TIMES = pyarrow.array([2**62, 0], pyarrow.int64()).cast(pyarrow.timestamp("us"))  # the first is beyond the year 9999
+DAYS = pyarrow.array([-1_000_000, 0], pyarrow.int32()).cast(
+    pyarrow.date32()
+)  # the first is before the year 1
+TIMES = pyarrow.array([2**62, 0], pyarrow.int64()).cast(
+    pyarrow.timestamp("us")
+)  # the first is beyond the year 9999
 
 
 # A value that Python has no name for, in a column that nobody asked for, ended the stage in a traceback.
@@ -60,12 +64,16 @@ def test_bytes_are_read_as_utf8() -> None:
 
 
 @pytest.mark.parametrize("value", [3, datetime.date(2020, 1, 1), ["list"], {"a": 1}])
-def test_a_column_that_holds_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+def test_a_column_that_holds_no_text_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
     """Would catch numbers, bytes or lists that reach the tokenizer."""
     monkeypatch.chdir(tmp_path)
     Path("a.parquet").write_bytes(written(pyarrow.table({"text": ["words", None][:1], "other": [value]})))
     source = Source("local", files=("a.parquet",), text_key="other")
-    with pytest.raises(ValueError, match=r"^a\.parquet, row 1: other must be a text, got (int|bytes|date|list|dict)|keys"):
+    with pytest.raises(
+        ValueError, match=r"^a\.parquet, row 1: other must be a text, got (int|bytes|date|list|dict)|keys"
+    ):
         list(read_source(source, open_source(source, ("other",)).records))
 
 
@@ -106,12 +114,18 @@ print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 10
     [
         ({"text": ["x" * 500] * 256, "image": [b"\0" * (4 << 20)] * 256}, {}, 60),
         ({"text": ["y" * (4 << 20)] * 256}, {}, 60),
-        ({"text": [str(n) + "z" * 8_000_000 for n in range(20)]}, {"row_group_size": 1, "use_dictionary": False}, 100),
+        (
+            {"text": [str(n) + "z" * 8_000_000 for n in range(20)]},
+            {"row_group_size": 1, "use_dictionary": False},
+            100,
+        ),
         ({"text": [str(n) + "z" * 8_000_000 for n in range(20)]}, {"compression": "zstd"}, 100),
     ],
     ids=["unused column", "one long value 256 times", "long rows", "long rows in one page"],
 )
-def test_memory_does_not_grow_with_rows(tmp_path: Path, table: dict[str, Any], options: dict[str, Any], most_mb: int) -> None:
+def test_memory_does_not_grow_with_rows(
+    tmp_path: Path, table: dict[str, Any], options: dict[str, Any], most_mb: int
+) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(written(pyarrow.table(table), **options))
     command = [sys.executable, "-c", MEASURE, str(path)]
@@ -125,7 +139,13 @@ def sample(rng: random.Random) -> str | None:
     """A text with runs and repetitions, as compressors like them, or none."""
     if rng.random() < 0.2:
         return None
-    pieces = ["ab", "xyz " * rng.randint(1, 30), "q" * rng.randint(1, 200), "caf\u00e9\U0001f600", str(rng.random())]
+    pieces = [
+        "ab",
+        "xyz " * rng.randint(1, 30),
+        "q" * rng.randint(1, 200),
+        "caf\u00e9\U0001f600",
+        str(rng.random()),
+    ]
     return "".join(rng.choice(pieces) for _ in range(rng.randint(0, rng.choice([3, 100, 3000]))))
 
 
@@ -141,7 +161,9 @@ def test_large_pages_hold_pyarrows_values(
     for nullable in (True, False):
         texts = [sample(rng) for _ in range(40)]
         texts = [rng.choice(texts) for _ in range(300)] if nullable else [text or "" for text in texts]
-        schema = pyarrow.schema([("n", pyarrow.int64()), pyarrow.field("text", pyarrow.string(), nullable=nullable)])
+        schema = pyarrow.schema(
+            [("n", pyarrow.int64()), pyarrow.field("text", pyarrow.string(), nullable=nullable)]
+        )
         table = pyarrow.table({"n": list(range(len(texts))), "text": texts}, schema=schema)
         data = written(table, compression=compression, use_dictionary=dictionary, data_page_version=version,
                        row_group_size=rng.choice([7, 1000]), data_page_size=rng.choice([100, 1 << 20]))  # fmt: skip
@@ -154,7 +176,10 @@ def test_large_pages_hold_pyarrows_values(
 def test_other_forms_are_left_to_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_pages, "LARGE_PAGE_BYTES", 0)
     table = pyarrow.table({"text": ["a", None, "c"], "talk": [["x"], [], ["y", "z"]], "n": [1, 2, 3]})
-    for options in ({"compression": "brotli"}, {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}):
+    for options in (
+        {"compression": "brotli"},
+        {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}},
+    ):
         data = written(table.select(["text"]), **options)
         stream = io.BytesIO(data)
         assert parquet_pages.long_texts(pyarrow.parquet.ParquetFile(stream), stream, 0, ["text"]) is None
@@ -173,6 +198,8 @@ def test_damaged_large_pages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
             spoilt = bytearray(data)
             spoilt[rng.randrange(4, len(data) // 2)] ^= 1 << rng.randrange(8)
             try:
-                rows(bytes(spoilt), "text")  # a changed letter of an uncompressed text is another text to anybody
+                rows(
+                    bytes(spoilt), "text"
+                )  # a changed letter of an uncompressed text is another text to anybody
             except ValueError as error:
                 assert str(error).startswith("a.parquet")

@@ -25,7 +25,9 @@ def write_talks(path: Path, answers: list[str]) -> None:
     with atomic_file(path) as stream:
         writer = RowWriter(stream)
         for answer in answers:
-            writer.write({"messages": [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": answer}]})
+            writer.write(
+                {"messages": [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": answer}]}
+            )
         writer.finish()
 
 
@@ -37,7 +39,9 @@ def root(tmp_path: Path, corpus: Any) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
     facts = {"name": "c", "train": {"bytes": 9000, "count": 8}, "val": {"bytes": 900, "count": 2}}
-    (tmp_path / "data" / "download" / "manifest.json").write_text(json.dumps({"corpus": facts}), encoding="utf-8")
+    (tmp_path / "data" / "download" / "manifest.json").write_text(
+        json.dumps({"corpus": facts}), encoding="utf-8"
+    )
     (tmp_path / "data" / "train_bpe").mkdir()
     shutil.copy(corpus.tokenizer, tmp_path / "data" / "train_bpe" / "tokenizer.json")
     return tmp_path
@@ -57,10 +61,15 @@ def test_nothing_is_said_before_there_are_files(tmp_path: Path, settings_with: M
 
 # The report would show a text that the model never read: generation cuts a prompt to the last half of the context.
 def test_prompts_longer_than_the_context(root: Path, settings_with: Make) -> None:
-    long = settings_with("eval.prompts=['a', '" + "xyz " * 40 + "']", "eval.chat_prompts=['" + "xyz " * 40 + "']")
+    long = settings_with(
+        "eval.prompts=['a', '" + "xyz " * 40 + "']", "eval.chat_prompts=['" + "xyz " * 40 + "']"
+    )
     for stage in ("shard", "pretrain", "sft", "eval"):
         said = list(objections(stage, long, root))
-        assert [line.split(" takes ")[0] for line in said] == ["eval: eval.prompts[1]", "eval: eval.chat_prompts[0]"]
+        assert [line.split(" takes ")[0] for line in said] == [
+            "eval: eval.prompts[1]",
+            "eval: eval.chat_prompts[0]",
+        ]
 
 
 # sft would end in an error after all of pretraining.
@@ -87,7 +96,9 @@ def test_text_that_fills_no_window(root: Path, settings_with: Make, size: int, r
 
 
 # The disk fills up hours later, at the first state; what a run has written already counts as room for it.
-def test_less_room_than_states_and_checkpoints(root: Path, settings_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_room_than_states_and_checkpoints(
+    root: Path, settings_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9 - 900_000, 900_000))
     for stage in ("download", "train_bpe", "shard", "pretrain"):
         (said,) = objections(stage, settings_with(), root)
@@ -109,14 +120,23 @@ def test_a_checkpoint_to_start_with(tmp_path: Path, settings_with: Make, corpus:
     config = chosen.model.config(vocab_size=300)
     (folder / "model.json").write_text(json.dumps({"config": config.to_dict()}), encoding="utf-8")
     assert list(objections("download", chosen, tmp_path)) == []
-    (said,) = objections("download", settings_with("pretrain.init_from=models/first", "model.layers=3"), tmp_path)
+    (said,) = objections(
+        "download", settings_with("pretrain.init_from=models/first", "model.layers=3"), tmp_path
+    )
     assert said == "pretrain: pretrain.init_from: models/first has another model: set model.layers=2"
 
 
 # 45 GB would be fetched and encoded before a machine without a GPU says that it has none.
-@pytest.mark.parametrize(("device", "visible", "refused"), [("auto", False, True), ("auto", True, False), ("cpu", True, True)])
+@pytest.mark.parametrize(
+    ("device", "visible", "refused"), [("auto", False, True), ("auto", True, False), ("cpu", True, True)]
+)
 def test_a_precision_that_the_machine_lacks(
-    tmp_path: Path, settings_with: Make, monkeypatch: pytest.MonkeyPatch, device: str, visible: bool, refused: bool
+    tmp_path: Path,
+    settings_with: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    visible: bool,
+    refused: bool,
 ) -> None:
     monkeypatch.setattr(devices, "gpu_visible", lambda: visible)
     said = list(objections("download", settings_with("numerics=bf16", f"runtime.device={device}"), tmp_path))
@@ -124,7 +144,9 @@ def test_a_precision_that_the_machine_lacks(
 
 
 # sft or eval would find out after pretraining that their micro-batch does not fit.
-def test_micro_batches_of_later_stages(root: Path, settings_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_of_later_stages(
+    root: Path, settings_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def small(device: str, numerics: Any, *, threads: int) -> Any:
         ops = real("cpu", numerics, threads=threads)
         planned = {"dtype": ops.dtype, "storage": ops.storage, "workspace_bytes": ops.workspace_bytes}
@@ -148,8 +170,12 @@ def test_a_run_of_dvc_is_refused_and_one_by_hand_is_told(
     long = settings_with("eval.prompts=['" + "xyz " * 40 + "']")
     monkeypatch.delenv("DVC_STAGE", raising=False)
     look_ahead("pretrain", long)
-    assert capsys.readouterr().err.startswith("note: `dvc repro` would refuse this: eval: eval.prompts[0] takes ")
+    assert capsys.readouterr().err.startswith(
+        "note: `dvc repro` would refuse this: eval: eval.prompts[0] takes "
+    )
     monkeypatch.setenv("DVC_STAGE", "pretrain")
-    with pytest.raises(ValueError, match=r"^eval: eval\.prompts\[0\] takes [0-9]+ tokens and model\.context is 32"):
+    with pytest.raises(
+        ValueError, match=r"^eval: eval\.prompts\[0\] takes [0-9]+ tokens and model\.context is 32"
+    ):
         look_ahead("pretrain", long)
     look_ahead("pretrain", settings_with())

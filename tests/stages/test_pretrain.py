@@ -35,7 +35,9 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(corpus: Any, settings: Settings, name: str = "out") -> Path:
     """Runs the stage into a folder of the current one; returns that."""
     folder = Path(name)
-    outs = {out.partition(".")[0]: folder / out for out in ("checkpoint", "samples.txt", "curves", "speed.csv")}
+    outs = {
+        out.partition(".")[0]: folder / out for out in ("checkpoint", "samples.txt", "curves", "speed.csv")
+    }
     pretrain.run(settings, tokenizer=corpus.tokenizer, shards=corpus.shards, **outs)
     return folder
 
@@ -67,11 +69,19 @@ def test_stage_writes_model_curves_and_samples(corpus: Any, settings_with: Make)
         train = list(csv.DictReader(file))
     with (out / "curves" / "val.csv").open(encoding="utf-8") as file:
         val = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in train] == list(range(1, 41)) and [int(row["step"]) for row in val] == [20, 40]
+    assert [int(row["step"]) for row in train] == list(range(1, 41)) and [
+        int(row["step"]) for row in val
+    ] == [20, 40]
     assert float(train[-1]["loss"]) < float(train[0]["loss"]) - 0.5
     assert float(train[0]["loss"]) == pytest.approx(math.log(words.vocab_size), rel=0.1)
-    provenance = json.loads(next(Path(".nanoeuler/runs").glob("pretrain-*/provenance.json")).read_text(encoding="utf-8"))
-    assert provenance["device"] == "cpu" and provenance["parameters"]["pretrain"]["steps"] == 40 and provenance["seconds"] > 0
+    provenance = json.loads(
+        next(Path(".nanoeuler/runs").glob("pretrain-*/provenance.json")).read_text(encoding="utf-8")
+    )
+    assert (
+        provenance["device"] == "cpu"
+        and provenance["parameters"]["pretrain"]["steps"] == 40
+        and provenance["seconds"] > 0
+    )
     assert (out / "samples.txt").read_text(encoding="utf-8").count("=== step") == 4
     speed = (out / "speed.csv").read_bytes()
     assert speed.startswith(b"step,tokens_per_s\n1,") and speed.count(b"\n") == 41
@@ -89,13 +99,20 @@ def test_bits_per_byte_are_those_of_every_token(corpus: Any, settings_with: Make
     model = checkpoint.load(out / "checkpoint")
     engine = Engine(model.config, Numerics(), micro_batch=1, device="cpu", threads=1, training=False)
     engine.load(model.weights)
-    words, ids = Tokenizer.load(corpus.tokenizer), read_shard(corpus.shards / "val_00000.bin").astype(np.int32)
+    words, ids = (
+        Tokenizer.load(corpus.tokenizer),
+        read_shard(corpus.shards / "val_00000.bin").astype(np.int32),
+    )
     nats = 0.0
     for start in range(0, len(ids) - 1, model.config.context):
         row = ids[start : start + model.config.context + 1]
         document = np.cumsum(row[:-1] == words.special["<|endoftext|>"], dtype=np.int32)
         ones = np.ones(len(row) - 1, np.float32)
-        nats += float(engine.score(Batch(row[None, :-1], row[None, 1:], document[None], ones[None])).sum(dtype=np.float64))
+        nats += float(
+            engine.score(Batch(row[None, :-1], row[None, 1:], document[None], ones[None])).sum(
+                dtype=np.float64
+            )
+        )
     text_bytes = int(words.token_lengths[ids].sum())
     assert told == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
 
@@ -106,7 +123,9 @@ def outs(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def test_killed_and_resumed_gives_the_same_bytes(corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_and_resumed_gives_the_same_bytes(
+    corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Would catch an out that shows that the run was stopped, or that depends on time or folder: DVC would run it again where
     its lock was put back."""
     whole = run(corpus, settings_with(), "whole")
@@ -120,7 +139,9 @@ def test_killed_and_resumed_gives_the_same_bytes(corpus: Any, settings_with: Mak
     assert json.loads(provenance.read_text(encoding="utf-8"))["resumed_at"] == [2]
 
 
-def test_only_the_same_work_is_resumed(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_same_work_is_resumed(
+    corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Would catch a run that goes on from another learning rate's weights, or repeats what is done; outs of finished work
     that come back otherwise; and its provenance overwritten by the run that only wrote the outs again."""
     first = run(corpus, settings_with(), "first")
@@ -153,7 +174,9 @@ def test_ctrl_c_exits_130_and_goes_on(
     printed = "".join(capsys.readouterr())
     assert printed.count("interrupted") == 1 and printed.count("Ctrl-C: saving") == 1
     out = run(corpus, settings_with())
-    assert "resumed at step 2" in capsys.readouterr().out  # whose third batch, of index 2, was fetched within step 2
+    assert (
+        "resumed at step 2" in capsys.readouterr().out
+    )  # whose third batch, of index 2, was fetched within step 2
     assert outs(out) == outs(whole)
 
 
@@ -198,7 +221,9 @@ def test_training_starts_with_a_checkpoint(
         assert np.allclose(array, checkpoint.load(first).weights[name], rtol=0, atol=1e-9), name
     with (out / "curves" / "train.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == list(range(1, 7)) and float(rows[0]["lr"]) < float(rows[1]["lr"])
+    assert [int(row["step"]) for row in rows] == list(range(1, 7)) and float(rows[0]["lr"]) < float(
+        rows[1]["lr"]
+    )
     capsys.readouterr()
     model = checkpoint.load(first)
     halved = {name: array / 2 for name, array in model.weights.items()}
@@ -208,24 +233,41 @@ def test_training_starts_with_a_checkpoint(
     assert all(np.allclose(again[name], array, rtol=0, atol=1e-9) for name, array in halved.items())
 
 
-def test_a_checkpoint_of_another_model_is_refused(corpus: Any, settings_with: Make, first: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    corpus: Any, settings_with: Make, first: Path, tmp_path: Path
+) -> None:
     """Would catch NumPy's complaint about shapes, the same shapes under other settings, and ids that mean something else."""
     start = f"pretrain.init_from={first}"
-    with pytest.raises(ValueError, match=r"init_from: models/first has another model: set model.heads=2 model.ffn=24$"):
+    with pytest.raises(
+        ValueError, match=r"init_from: models/first has another model: set model.heads=2 model.ffn=24$"
+    ):
         run(corpus, settings_with(start, "model.heads=1", "model.ffn=28"))
-    with pytest.raises(ValueError, match=r"none/such/model.json: .* none; set pretrain.init_from to a folder with model.json"):
+    with pytest.raises(
+        ValueError, match=r"none/such/model.json: .* none; set pretrain.init_from to a folder with model.json"
+    ):
         run(corpus, settings_with("pretrain.init_from=none/such"))
     special = list(Tokenizer.load(corpus.tokenizer).special)
-    Tokenizer.train(["another text, another vocabulary"], 256 + len(special), special).save(tmp_path / "tokenizer.json")
+    Tokenizer.train(["another text, another vocabulary"], 256 + len(special), special).save(
+        tmp_path / "tokenizer.json"
+    )
     other = type(corpus)(corpus.folder, tmp_path / "tokenizer.json", corpus.shards, corpus.train, corpus.val)
-    with pytest.raises(ValueError, match=r"models/first was trained with the tokenizer .*: set train_bpe.take to that model's"):
+    with pytest.raises(
+        ValueError,
+        match=r"models/first was trained with the tokenizer .*: set train_bpe.pretrained to that model's",
+    ):
         run(other, settings_with(start))
 
 
-@pytest.mark.parametrize("path", ["data/pretrain/checkpoint", "data/pretrain", "data/x/../pretrain/a", "data/sft/checkpoint", ""])
+@pytest.mark.parametrize(
+    "path", ["data/pretrain/checkpoint", "data/pretrain", "data/x/../pretrain/a", "data/sft/checkpoint", ""]
+)
 def test_a_checkpoint_that_dvc_deletes_is_refused(settings_with: Make, path: str) -> None:
     """Would catch hours of training lost: DVC empties data/pretrain before the stage can read it."""
-    expected = "deletes it before: .*cp -rL .* models/first" if path else "expected a checkpoint's folder, or conf/none"
+    expected = (
+        "deletes it before: .*cp -rL .* models/first"
+        if path
+        else "expected a checkpoint's folder, or conf/none"
+    )
     with pytest.raises(ValueError, match=f"^pretrain.init_from: .*{expected}"):
         settings_with(f"pretrain.init_from='{path}'")
     assert settings_with("pretrain.init_from=data/pretrained").pretrain.initial == Path("data/pretrained")
@@ -256,7 +298,9 @@ def test_validation_smaller_than_a_window_is_refused(corpus: Any, settings_with:
 def test_shards_of_another_tokenizer_are_refused(corpus: Any, settings_with: Make, tmp_path: Path) -> None:
     """Would catch training on ids that mean something else."""
     special = list(Tokenizer.load(corpus.tokenizer).special)
-    Tokenizer.train(["another text, another vocabulary"], 256 + len(special), special).save(tmp_path / "tokenizer.json")
+    Tokenizer.train(["another text, another vocabulary"], 256 + len(special), special).save(
+        tmp_path / "tokenizer.json"
+    )
     other = type(corpus)(corpus.folder, tmp_path / "tokenizer.json", corpus.shards, corpus.train, corpus.val)
     with pytest.raises(ValueError, match=r"index\.json: expected shards of tokenizer"):
         run(other, settings_with())

@@ -35,10 +35,12 @@ def gpt2(tmp_path: Path) -> Tokenizer:
     merges = [f"{written[left]} {written[right]}" for left, right, _ in learned.merges]
     folder = tmp_path / "gpt2"
     folder.mkdir()
-    (folder / "vocab.json").write_text(json.dumps({text: token for token, text in enumerate(written)}), encoding="utf-8")
+    (folder / "vocab.json").write_text(
+        json.dumps({text: token for token, text in enumerate(written)}), encoding="utf-8"
+    )
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]), encoding="utf-8")
     write_corpus(Corpus("none", (), Validation()), tmp_path)
-    section = SimpleNamespace(take=folder, special_tokens=(SEPARATOR,), sample_bytes=100)
+    section = SimpleNamespace(pretrained=folder, special_tokens=(SEPARATOR,), sample_bytes=100)
     settings: Any = SimpleNamespace(train_bpe=section, runtime=SimpleNamespace(threads=1))
     train_bpe.run(settings, train=tmp_path / "train.jsonl.zst", tokenizer=tmp_path / "tokenizer.json")
     return Tokenizer.load(tmp_path / "tokenizer.json")
@@ -61,19 +63,34 @@ def files(tmp_path: Path, gpt2: Tokenizer) -> dict[str, list[int]]:
 
 def run(folder: Path, take: Path) -> dict[str, ShardSet]:
     """The stage shard over ready-made files, and both splits opened."""
-    settings: Any = SimpleNamespace(shard=SimpleNamespace(tokens_per_shard=1000, take=take))
-    shard.run(settings, train=folder / "no", val=folder / "no", tokenizer=folder / "tokenizer.json", folder=folder / "shard")
+    settings: Any = SimpleNamespace(shard=SimpleNamespace(tokens_per_shard=1000, pretokenized=take))
+    shard.run(
+        settings,
+        train=folder / "no",
+        val=folder / "no",
+        tokenizer=folder / "tokenizer.json",
+        folder=folder / "shard",
+    )
     words = Tokenizer.load(folder / "tokenizer.json")
-    return {split: open_split(folder / "shard", split, words.sha256, words.vocab_size) for split in ("train", "val")}
+    return {
+        split: open_split(folder / "shard", split, words.sha256, words.vocab_size)
+        for split in ("train", "val")
+    }
 
 
 # Files copied, taken in another order or read with another vocabulary; bytes and documents that bits per byte gets wrong.
 @pytest.mark.parametrize("relative", [False, True])
 def test_files_are_one_stream(
-    tmp_path: Path, gpt2: Tokenizer, files: dict[str, list[int]], relative: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    gpt2: Tokenizer,
+    files: dict[str, list[int]],
+    relative: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ready_shards, "PIECE_TOKENS", BLOCK_TOKENS)  # the second file is read in more than one piece
+    monkeypatch.setattr(
+        ready_shards, "PIECE_TOKENS", BLOCK_TOKENS
+    )  # the second file is read in more than one piece
     splits = run(tmp_path, Path("fineweb") if relative else tmp_path / "fineweb")
     assert [path.name for path in (tmp_path / "shard").iterdir()] == ["index.json"]
     ids = files["fineweb_train_000001.bin"] + files["fineweb_train_000002.bin"]
@@ -84,7 +101,9 @@ def test_files_are_one_stream(
     text = "".join(TEXTS[:2]) + TEXTS[2] * 4000
     assert (counts.tokens, counts.bytes, counts.documents) == (len(ids), len(text), 4002)
     assert splits["val"].counts.bytes == 5
-    batches = PretrainBatches(splits["train"], micro_batch=4, context=8, separator_id=270, within_documents=True, seed=1)
+    batches = PretrainBatches(
+        splits["train"], micro_batch=4, context=8, separator_id=270, document_mask=True, seed=1
+    )
     batch = batches.batch(3)
     start = int(batches.epoch_windows(0, np.arange(12, 16))[2])
     assert batch.tokens[2].tolist() == ids[start : start + 8]
@@ -98,11 +117,17 @@ def test_changed_and_moved_files_name_shard_take(tmp_path: Path, files: dict[str
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"000002\.bin: tokens 32768 to \d+: .* put the files of shard\.take = .*fineweb back"):
+    with pytest.raises(
+        ValueError,
+        match=r"000002\.bin: tokens 32768 to \d+: .* put the files of shard\.pretokenized = .*fineweb back",
+    ):
         splits["train"].read(splits["train"].tokens - 1, splits["train"].tokens)
     folder.rename(tmp_path / "elsewhere")
     words = Tokenizer.load(tmp_path / "tokenizer.json")
-    with pytest.raises(ValueError, match=r"train_000001\.bin: not found; put the files of shard\.take = .*fineweb back, or"):
+    with pytest.raises(
+        ValueError,
+        match=r"train_000001\.bin: not found; put the files of shard\.pretokenized = .*fineweb back, or",
+    ):
         open_split(tmp_path / "shard", "train", words.sha256, words.vocab_size)
 
 
@@ -115,29 +140,52 @@ LATE = [1] * (BLOCK_TOKENS + 5) + [271]  # behind the first piece
 SPOIL: dict[str, tuple[Callable[[Path], object], str]] = {
     "id of a larger vocabulary": (
         replaced("fineweb_val_000000.bin", llmc_bytes([1, 2, 300])),
-        r"val_000000\.bin: expected ids below 271, the vocabulary that train_bpe\.take gives, found 300 at token 2; take",
+        r"val_000000\.bin: expected ids below 271, the vocabulary that train_bpe\.pretrained gives, found 300 at token 2; take",
     ),
-    "id in a later piece": (replaced("fineweb_val_000000.bin", llmc_bytes(LATE)), r"found 271 at token 32773; take"),
-    "cut": (replaced("fineweb_train_000001.bin", llmc_bytes([1, 2, 3])[:-1]), r"000001\.bin: expected 1030 bytes for 3 tokens"),
-    "too long": (replaced("fineweb_train_000001.bin", llmc_bytes([1]) + b"\0"), r"000001\.bin: expected 1026 bytes for 1 tokens"),
-    "llama 3's": (replaced("fineweb_val_000001.bin", llmc_bytes([1], 20240801, 7)), r"expected magic .* found 20240801: .*llm"),
-    "version 2": (replaced("fineweb_val_000001.bin", llmc_bytes([1], version=2)), r"000001\.bin: expected version 1 .* found 2"),
-    "no tokens": (replaced("fineweb_val_000001.bin", llmc_bytes([])), r"val_000001\.bin: expected at least 1 token"),
+    "id in a later piece": (
+        replaced("fineweb_val_000000.bin", llmc_bytes(LATE)),
+        r"found 271 at token 32773; take",
+    ),
+    "cut": (
+        replaced("fineweb_train_000001.bin", llmc_bytes([1, 2, 3])[:-1]),
+        r"000001\.bin: expected 1030 bytes for 3 tokens",
+    ),
+    "too long": (
+        replaced("fineweb_train_000001.bin", llmc_bytes([1]) + b"\0"),
+        r"000001\.bin: expected 1026 bytes for 1 tokens",
+    ),
+    "llama 3's": (
+        replaced("fineweb_val_000001.bin", llmc_bytes([1], 20240801, 7)),
+        r"expected magic .* found 20240801: .*llm",
+    ),
+    "version 2": (
+        replaced("fineweb_val_000001.bin", llmc_bytes([1], version=2)),
+        r"000001\.bin: expected version 1 .* found 2",
+    ),
+    "no tokens": (
+        replaced("fineweb_val_000001.bin", llmc_bytes([])),
+        r"val_000001\.bin: expected at least 1 token",
+    ),
     "no split": (
         lambda folder: (folder / "fineweb_val_000000.bin").unlink(),
-        r"shard\.take: expected at least one file \*val\*\.bin in .*fineweb, found none",
+        r"shard\.pretokenized: expected at least one file \*val\*\.bin in .*fineweb, found none",
     ),
     "both splits": (
         replaced("retrieval_train.bin", llmc_bytes([1])),
         r"retrieval_train\.bin: expected train or val in the name, found both; rename it",
     ),
-    "no text": (replaced("fineweb_val_000000.bin", llmc_bytes([270])), r"expected tokens of text in its split, found special"),
+    "no text": (
+        replaced("fineweb_val_000000.bin", llmc_bytes([270])),
+        r"expected tokens of text in its split, found special",
+    ),
 }
 
 
 # A file of another project or another vocabulary that is taken, or refused without its name, the place and what to do.
 @pytest.mark.parametrize("fault", SPOIL)
-def test_unfit_files_are_named(tmp_path: Path, files: dict[str, list[int]], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfit_files_are_named(
+    tmp_path: Path, files: dict[str, list[int]], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ready_shards, "PIECE_TOKENS", BLOCK_TOKENS)
     spoil, message = SPOIL[fault]
     spoil(tmp_path / "fineweb")
@@ -149,7 +197,9 @@ def test_unfit_files_are_named(tmp_path: Path, files: dict[str, list[int]], faul
 
 # A path that names nothing, reported as a split without files.
 def test_missing_folder_is_named(tmp_path: Path, gpt2: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"shard\.take: expected a folder of \.bin files, found none at .*nowhere"):
+    with pytest.raises(
+        ValueError, match=r"shard\.pretokenized: expected a folder of \.bin files, found none at .*nowhere"
+    ):
         run(tmp_path, tmp_path / "nowhere")
 
 

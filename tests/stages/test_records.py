@@ -48,13 +48,21 @@ def texts(source: Source) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    return make_wheel(tmp_path / "index", {"tiny/b.md": "# B\n\n**X**\nWords.\n", "tiny/a.md": "# A\n", "other.md": "no"})
+    return make_wheel(
+        tmp_path / "index", {"tiny/b.md": "# B\n\n**X**\nWords.\n", "tiny/a.md": "# A\n", "other.md": "no"}
+    )
 
 
 def test_wheel_by_its_file(wheel: Path) -> None:
     """Catches members out of order, members that weren't asked for, and a play that stays Markdown."""
-    assert texts(wheel_source(wheel, wheel=str(wheel))) == [("tiny/a.md", "# A\n"), ("tiny/b.md", "# B\n\n**X**\nWords.\n")]
-    assert texts(wheel_source(wheel, wheel=str(wheel), format="play"))[1] == ("tiny/b.md", "B\n\nX:\nWords.\n")
+    assert texts(wheel_source(wheel, wheel=str(wheel))) == [
+        ("tiny/a.md", "# A\n"),
+        ("tiny/b.md", "# B\n\n**X**\nWords.\n"),
+    ]
+    assert texts(wheel_source(wheel, wheel=str(wheel), format="play"))[1] == (
+        "tiny/b.md",
+        "B\n\nX:\nWords.\n",
+    )
     assert open_source(wheel_source(wheel, wheel=str(wheel)), ()).facts["files"] == 2
 
 
@@ -62,7 +70,9 @@ def test_wheel_errors(wheel: Path, tmp_path: Path) -> None:
     """Catches another file under the pinned name, a glob without effect, and a damaged archive with a traceback."""
     other = make_wheel(tmp_path / "other", {"tiny/a.md": "changed"})
     pinned = wheel_source(wheel, wheel=str(other))
-    with pytest.raises(ValueError, match=rf"tiny_plays-1\.0-.*\.whl: expected sha256 {pinned.sha256}, got [0-9a-f]+;"):
+    with pytest.raises(
+        ValueError, match=rf"tiny_plays-1\.0-.*\.whl: expected sha256 {pinned.sha256}, got [0-9a-f]+;"
+    ):
         open_source(pinned, ())
     with pytest.raises(ValueError, match=r"no file in the wheel matches 'none/\*'"):
         open_source(wheel_source(wheel, wheel=str(wheel), files=("none/*",)), ())
@@ -73,7 +83,9 @@ def test_wheel_errors(wheel: Path, tmp_path: Path) -> None:
         open_source(wheel_source(other, wheel=str(other)), ())
 
 
-def test_wheel_by_pip_is_kept_and_checked(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_by_pip_is_kept_and_checked(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches pip's settings that are ignored, a cache that isn't used, and a damaged cache that is."""
     monkeypatch.setenv("NANOEULER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -88,7 +100,9 @@ def test_wheel_by_pip_is_kept_and_checked(wheel: Path, tmp_path: Path, monkeypat
     wheel.unlink()
     assert fetch_wheel(source) == kept  # without any index
     kept.unlink()
-    with pytest.raises(ValueError, match=r"tiny-plays==1\.0: pip could not fetch it \(.*\); is there a network") as caught:
+    with pytest.raises(
+        ValueError, match=r"tiny-plays==1\.0: pip could not fetch it \(.*\); is there a network"
+    ) as caught:
         fetch_wheel(source)
     assert "\n" not in str(caught.value)
     assert [entry.name for entry in kept.parent.iterdir()] == []
@@ -97,13 +111,17 @@ def test_wheel_by_pip_is_kept_and_checked(wheel: Path, tmp_path: Path, monkeypat
 def test_cache_that_cannot_be_made(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch the system's bare complaint, which does not say what to set."""
     monkeypatch.setenv("NANOEULER_CACHE", str(wheel / "below a file"))
-    with pytest.raises(ValueError, match=r"is to keep what is fetched: Not a directory; .*set NANOEULER_CACHE"):
+    with pytest.raises(
+        ValueError, match=r"is to keep what is fetched: Not a directory; .*set NANOEULER_CACHE"
+    ):
         fetch_wheel(wheel_source(wheel, package="x", version="1"))
 
 
 # A full disk was called a missing network, or `[Errno 28]` alone.
 @pytest.mark.parametrize("where", ["pip", "here"])
-def test_a_full_cache_is_called_full(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_full_cache_is_called_full(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     monkeypatch.setenv("NANOEULER_CACHE", str(tmp_path / "cache"))
     complaint = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
 
@@ -114,11 +132,16 @@ def test_a_full_cache_is_called_full(wheel: Path, tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(subprocess, "run", pip if where == "pip" else full)
-    with pytest.raises(ValueError, match=r"^.*cache/wheels/\w+ is to keep .*: No space left on device; .* set NANOEULER_CACHE"):
+    with pytest.raises(
+        ValueError,
+        match=r"^.*cache/wheels/\w+ is to keep .*: No space left on device; .* set NANOEULER_CACHE",
+    ):
         fetch_wheel(wheel_source(wheel))
 
 
-def test_wrong_file_from_the_index_is_refused(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_file_from_the_index_is_refused(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a fetched file that is kept before it is checked."""
     monkeypatch.setenv("NANOEULER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -155,7 +178,10 @@ def test_local_files_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Path(name + suffix).write_bytes(pack(data))
     found = texts(Source("local", files=("in/**/*", "in/c.txt*")))
     names = ["in/b.parquet", "in/b.parquet", "in/c.txt", "in/deep/a.jsonl", "in/deep/a.jsonl"]
-    assert found == [(name + suffix, text) for name, text in zip(names, ["p1", "p3", "whole\nfile\n", "j1", "j3"], strict=True)]
+    assert found == [
+        (name + suffix, text)
+        for name, text in zip(names, ["p1", "p3", "whole\nfile\n", "j1", "j3"], strict=True)
+    ]
 
 
 def test_output_does_not_tell_where_the_files_lie(tmp_path: Path) -> None:
@@ -171,7 +197,11 @@ def test_output_does_not_tell_where_the_files_lie(tmp_path: Path) -> None:
     ("name", "data", "message"),
     [
         ("a.doc", b"x", "a.doc: expected a name that ends in .txt, .md, .yml, .json, .jsonl, .parquet"),
-        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "a.jsonl, line 2: expected the key 'text' (source.text_key), got"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"body": "y"}\n',
+            "a.jsonl, line 2: expected the key 'text' (source.text_key), got",
+        ),
         ("a.jsonl", b'{"text": 3}\n', "a.jsonl, line 1: text must be a text, got int"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl, line 1: half a character"),
         ("a.txt", b"\xff", "a.txt: not UTF-8 at byte 0"),
@@ -179,7 +209,9 @@ def test_output_does_not_tell_where_the_files_lie(tmp_path: Path) -> None:
         ("b.txt", b"x", "files: a.*: no such file"),
     ],
 )
-def test_local_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes, message: str) -> None:
+def test_local_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes, message: str
+) -> None:
     """Catches a wrong file that ends in a traceback or an empty corpus."""
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(data)

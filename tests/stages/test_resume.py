@@ -21,7 +21,10 @@ WSD = Work("pretrain", "wsd", steps=20, trunk_steps=15)
 
 
 def state(step: int) -> State:
-    arrays: dict[str, np.ndarray] = {"parameters": np.full(7, step, np.float32), "step": np.array(step, np.int64)}
+    arrays: dict[str, np.ndarray] = {
+        "parameters": np.full(7, step, np.float32),
+        "step": np.array(step, np.int64),
+    }
     return State(step, arrays, {"train": [[step, 0.1]], "samples": ["\u00fc"]})
 
 
@@ -83,7 +86,9 @@ def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, damage: str
         newest = resume.newest()
         assert newest is not None
         whole = newest.read_bytes()
-        newest.write_bytes({"cut": whole[:-3], "flip": bytes([*whole[:-1], whole[-1] ^ 1]), "empty": b""}[damage])
+        newest.write_bytes(
+            {"cut": whole[:-3], "flip": bytes([*whole[:-1], whole[-1] ^ 1]), "empty": b""}[damage]
+        )
         loaded = resume.load()
         assert loaded is not None and loaded.step == 5
         assert len(lines) == 2 and "damaged resume state" in lines[0] and newest.name in lines[0]
@@ -97,20 +102,32 @@ def test_leftovers_of_a_kill_are_ignored_and_removed(tmp_path: Path) -> None:
         (folder / name).write_bytes(b"half")
     with ResumeFolder(WORK, tmp_path) as resume:
         assert resume.load() is None
-        assert {path.name for path in folder.iterdir()} == {"lock", "notes", "10-abc.safetensors", "work.json"}
+        assert {path.name for path in folder.iterdir()} == {
+            "lock",
+            "notes",
+            "10-abc.safetensors",
+            "work.json",
+        }
 
 
 # Would catch work repeated after a kill before DVC's lock or after `git checkout .`: pretrain's gone as soon as sft runs, or as
 # soon as a run of other settings merely starts. And a disk that fills, and an interrupted run thrown away.
 def test_finished_work_stays_until_other_work_of_its_stage_is_finished(tmp_path: Path) -> None:
-    own, interrupted = make(WORK, tmp_path, 5, 7), make(replace(WORK, trunk="interrupted"), tmp_path, 3, finish=False)
+    own, interrupted = (
+        make(WORK, tmp_path, 5, 7),
+        make(replace(WORK, trunk="interrupted"), tmp_path, 3, finish=False),
+    )
     assert (own.folder / "finished").read_text(encoding="utf-8") == "pretrain" and steps(own) == [7]
     make(replace(WORK, stage="sft"), tmp_path, 9)
     lines: list[str] = []
     with ResumeFolder(WORK, tmp_path, lines.append) as again:
         loaded = again.load()
         assert again.finished and loaded is not None and loaded.step == 7
-    assert len(lines) == 2 and "unfinished work of other settings keeps 0 MiB" in lines[0] and "resumed at step 7" in lines[1]
+    assert (
+        len(lines) == 2
+        and "unfinished work of other settings keeps 0 MiB" in lines[0]
+        and "resumed at step 7" in lines[1]
+    )
     with ResumeFolder(OTHER, tmp_path, lambda line: None) as other:
         assert own.folder.exists() and not other.finished
         other.save(state(8))
@@ -162,7 +179,9 @@ def test_a_run_of_another_length_goes_on_from_the_newest_common_state(
     with ResumeFolder(work, tmp_path, lines.append) as resume:
         loaded = resume.load()
         assert (loaded.step if loaded else None) == expected
-        assert (f"goes on from step {expected} of an earlier run of 20 steps" in lines[-1]) == (expected is not None)
+        assert (f"goes on from step {expected} of an earlier run of 20 steps" in lines[-1]) == (
+            expected is not None
+        )
         if loaded:  # its own states count first, from then on
             resume.save(state(loaded.step + 1))
             own = resume.load()
@@ -213,7 +232,9 @@ def test_a_killed_run_frees_its_lock(tmp_path: Path) -> None:
         "import os, sys; from pathlib import Path; from stages.resume import ResumeFolder, Work\n"
         "ResumeFolder(Work('pretrain', 'trunk', 100, 0), Path(sys.argv[1])).__enter__(); os.kill(os.getpid(), 9)"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=resume_module.REPOSITORY, timeout=60, check=False)
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=resume_module.REPOSITORY, timeout=60, check=False
+    )
     assert (tmp_path / WORK.fingerprint / "lock").exists()
     with ResumeFolder(WORK, tmp_path, lambda line: pytest.fail(line)):
         pass
@@ -254,7 +275,12 @@ def test_fingerprint_holds_names(tmp_path: Path) -> None:
 
 # Would catch a run of another length, or another stage, that takes this one's states for its own.
 def test_work_has_its_own_fingerprint() -> None:
-    others = [replace(WSD, steps=21), replace(WSD, trunk_steps=14), replace(WSD, stage="sft"), replace(WSD, trunk="x")]
+    others = [
+        replace(WSD, steps=21),
+        replace(WSD, trunk_steps=14),
+        replace(WSD, stage="sft"),
+        replace(WSD, trunk="x"),
+    ]
     assert len({work.fingerprint for work in [WSD, *others]}) == 5
     assert json.loads(json.dumps(WSD.fingerprint)) == WSD.fingerprint and len(WSD.fingerprint) == 32
 
@@ -264,4 +290,7 @@ def test_sources_are_what_the_stage_imports() -> None:
     names = {path.relative_to(resume_module.REPOSITORY).as_posix() for path in sources("training")}
     modules = ("training", "updates", "interrupt", "resume", "checkpoint", "metrics")
     assert {*(f"stages/{name}.py" for name in modules), "kernels/engine.py"} <= names
-    assert not {"stages/settings.py", "stages/training_settings.py", "stages/corpus.py", "stages/eval.py"} & names
+    assert (
+        not {"stages/settings.py", "stages/training_settings.py", "stages/corpus.py", "stages/eval.py"}
+        & names
+    )

@@ -41,7 +41,9 @@ def values() -> dict[str, Any]:
 
 # A key that Model lacks could not be set, one that ModelConfig lacks would crash every stage.
 def test_model_has_the_fields_of_the_engines_configuration() -> None:
-    assert [field.name for field in fields(Model)] == [f.name for f in fields(ModelConfig) if f.name != "vocab_size"]
+    assert [field.name for field in fields(Model)] == [
+        f.name for f in fields(ModelConfig) if f.name != "vocab_size"
+    ]
 
 
 # A key that is silently ignored (a typo) or replaced by a default would train something else than what was asked for.
@@ -86,14 +88,22 @@ WRONG = [
     ("train_bpe.special_tokens", "<|pad|>", "a list"),
     ("train_bpe.special_tokens", ["<|pad|>", "<|pad|>"], "distinct"),
     # What sft needs was asked for after all of pretraining.
-    ("train_bpe.special_tokens", ["<|endoftext|>", "<|tool|>"], "also <|pad|>, <|system|>, <|user|>, <|assistant|>, <|end|>"),
-    ("train_bpe.take", 3, "a path, or conf/none to take nothing"),
-    ("train_bpe.take", None, "a path, or conf/none to take nothing"),
-    ("shard.take", "", "a path, or conf/none to take nothing"),
+    (
+        "train_bpe.special_tokens",
+        ["<|endoftext|>", "<|tool|>"],
+        "also <|pad|>, <|system|>, <|user|>, <|assistant|>, <|end|>",
+    ),
+    ("train_bpe.pretrained", 3, "a path, or conf/none to take nothing"),
+    ("train_bpe.pretrained", None, "a path, or conf/none to take nothing"),
+    ("shard.pretokenized", "", "a path, or conf/none to take nothing"),
     ("shard.tokens_per_shard", 999, "1000 to 2146435071"),
     ("pretrain.seed", -1, "at least 0"),
     ("pretrain.steps", 0, "at least 1"),
-    ("pretrain.lr", float("nan"), "a finite number"),  # comparisons with NaN are false: it would pass a range check
+    (
+        "pretrain.lr",
+        float("nan"),
+        "a finite number",
+    ),  # comparisons with NaN are false: it would pass a range check
     ("pretrain.lr", float("inf"), "a finite number"),
     ("pretrain.lr", True, "a finite number"),
     ("pretrain.lr", "3e-4", "a finite number"),
@@ -108,12 +118,12 @@ WRONG = [
     ("pretrain.eps", 0, "above 0"),
     ("pretrain.grad_clip", -1, "at least 0"),
     ("pretrain.weight_decay", -0.1, "at least 0"),
-    ("pretrain.mtp_weights", [1.0], "a weight for each of model.mtp_heads = 4"),
-    ("pretrain.mtp_weights", [0.0, 1.0, 1.0, 1.0], "a first weight"),
-    ("pretrain.mtp_weights", [1.0, -1.0, 0.0, 0.0], "at least 0"),
-    ("pretrain.mtp_weights", [1.0, "x", 0.0, 0.0], "a finite number"),
+    ("pretrain.mtp_loss_weights", [1.0], "a weight for each of model.mtp_heads = 4"),
+    ("pretrain.mtp_loss_weights", [0.0, 1.0, 1.0, 1.0], "a first weight"),
+    ("pretrain.mtp_loss_weights", [1.0, -1.0, 0.0, 0.0], "at least 0"),
+    ("pretrain.mtp_loss_weights", [1.0, "x", 0.0, 0.0], "a finite number"),
     ("pretrain.val_every", 0, "at least 1"),  # a step modulo 0
-    ("sft.too_long", "keep", "one of drop, cut"),
+    ("sft.overflow", "keep", "one of drop, cut"),
     ("sft.lr", 0, "above 0"),
     ("eval.top_p", 0, "above 0 and at most 1"),
     ("eval.top_k", -1, "at least 0"),
@@ -149,22 +159,24 @@ def test_whole_numbers_are_good_for_floats() -> None:
 
 # gpt2_124m has one head, the default weights are for four: choosing the model alone has to be enough.
 def test_weights_of_absent_heads_are_cut_off() -> None:
-    assert load(["model=gpt2_124m"]).pretrain.mtp_weights == (1.0,)
-    assert load(["model.mtp_heads=2"]).sft.mtp_weights == (1.0, 0.1)
+    assert load(["model=gpt2_124m"]).pretrain.mtp_loss_weights == (1.0,)
+    assert load(["model.mtp_heads=2"]).sft.mtp_loss_weights == (1.0, 0.1)
 
 
 # Ids of one vocabulary decoded with another that is as large: GPT-2's files beside a tokenizer that is learned.
 def test_ready_shards_need_their_tokenizer() -> None:
-    with pytest.raises(ValueError, match=r"train_bpe\.take: expected shard\.take's tokenizer, got 'conf/none'"):
-        load(["shard.take=fineweb"])
-    settings = load(["shard.take=fineweb", "train_bpe.take=gpt2"])
-    assert (settings.shard.take, settings.train_bpe.take) == (Path("fineweb"), Path("gpt2"))
+    with pytest.raises(
+        ValueError, match=r"train_bpe\.pretrained: expected shard\.pretokenized's tokenizer, got 'conf/none'"
+    ):
+        load(["shard.pretokenized=fineweb"])
+    settings = load(["shard.pretokenized=fineweb", "train_bpe.pretrained=gpt2"])
+    assert (settings.shard.pretokenized, settings.train_bpe.pretrained) == (Path("fineweb"), Path("gpt2"))
 
 
 # A value override that recomposed conf/ would drop what `dvc exp run -S` wrote into params.yaml.
 def test_value_overrides_edit_params_yaml(root: Path) -> None:
     params.write(root, compose(ROOT, ["pretrain.steps=77"]))
-    settings = load(["model.layers=7", "pretrain.lr=3e-4", "train_bpe.take=conf/none"])
+    settings = load(["model.layers=7", "pretrain.lr=3e-4", "train_bpe.pretrained=conf/none"])
     assert (settings.pretrain.steps, settings.model.layers, settings.pretrain.lr) == (77, 7, 3e-4)
 
 
@@ -208,7 +220,9 @@ def test_wrong_overrides_are_named(override: str, expected: str) -> None:
 # Hydra's message for a key that is not there, when params.yaml is written anew: it asks for a plus, which then fails.
 def test_unknown_key_of_conf_is_named() -> None:
     for override in ("pretrain.step=3", "model.layer=3"):
-        with pytest.raises(ValueError, match=rf"^unknown key {override[:-2]}; did you mean {override[:-2]}s\?$"):
+        with pytest.raises(
+            ValueError, match=rf"^unknown key {override[:-2]}; did you mean {override[:-2]}s\?$"
+        ):
             compose(ROOT, ["model=gpt2_124m", override])
 
 
@@ -221,7 +235,9 @@ def test_other_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 # A half-written or hand-edited params.yaml is the user's to repair: a line, not a parser's traceback.
-@pytest.mark.parametrize("text", ["model: [", "- a\n", "", "model: 1\nmodel: 2\n", "a: ${b}\n", "a: '???'\n", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["model: [", "- a\n", "", "model: 1\nmodel: 2\n", "a: ${b}\n", "a: '???'\n", "\x00"]
+)
 def test_broken_params_yaml(root: Path, text: str) -> None:
     (root / "params.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"params\.yaml"):
@@ -238,7 +254,11 @@ def test_broken_params_yaml(root: Path, text: str) -> None:
     ],
 )
 def test_main_turns_errors_into_a_line_and_a_code(
-    raised: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    raised: BaseException,
+    code: int,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(argv: list[str]) -> None:
         raise raised
@@ -258,7 +278,9 @@ def test_main_lets_bugs_through(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The command line has to reach the stage.
-def test_stage_main_hands_over_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stage_main_hands_over_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[Settings] = []
     monkeypatch.setattr(sys, "argv", ["stage", "model.layers=9"])
     stage_main("shard", seen.append)
@@ -288,7 +310,10 @@ def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
         with start(waits) as second:
             assert second.stdout
             line = second.stdout.readline()
-            assert line == f"pretrain: waiting for shard (process {first.pid}), which runs in this checkout; Ctrl-C gives up\n"
+            assert (
+                line
+                == f"pretrain: waiting for shard (process {first.pid}), which runs in this checkout; Ctrl-C gives up\n"
+            )
             with start(waits) as third:
                 assert third.stdout and third.stdout.readline() == line
                 assert second.poll() is None
@@ -307,7 +332,9 @@ def test_params_check_and_write(root: Path) -> None:
     assert yaml.safe_load((root / "params.yaml").read_text(encoding="utf-8"))["pretrain"]["steps"] == 3
     params.run(["--write"])
     params.run(["--check"])
-    (root / "params.yaml").write_text("# a note\n" + (root / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    (root / "params.yaml").write_text(
+        "# a note\n" + (root / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8"
+    )
     with pytest.raises(ValueError, match="edited by hand"):
         params.run(["--check"])
 
@@ -315,8 +342,8 @@ def test_params_check_and_write(root: Path) -> None:
 KEPT = [
     ["+experiment=own_text", "pretrain.steps=3000", "train_bpe.vocab_size=400"],
     ["model=euler_10m", "train_bpe=bpe_1024", "model.layers=2", "model.tied_head=true"],
-    ["+experiment=smoke", "corpus=tinystories", "pretrain.mtp_weights=[1.0,0.2,0.1,0.1]", "sft.lr=1e-4"],
-    ["eval.prompts=['a: b','# c','yes']", "train_bpe.take='null: #x'", "conversations.name='null'"],
+    ["+experiment=smoke", "corpus=tinystories", "pretrain.mtp_loss_weights=[1.0,0.2,0.1,0.1]", "sft.lr=1e-4"],
+    ["eval.prompts=['a: b','# c','yes']", "train_bpe.pretrained='null: #x'", "conversations.name='null'"],
     ["corpus.sources=[{kind: local, files: ['books/*.txt'], license: mine}]", "corpus.local_path=books"],
 ]
 
@@ -385,7 +412,9 @@ def test_an_interrupt_that_a_library_turns_into_an_error(
 def test_an_interrupt_while_modules_are_imported(tmp_path: Path) -> None:
     (tmp_path / "stages").symlink_to(ROOT / "stages")
     (tmp_path / "hydra").mkdir()  # imported early, in place of the library
-    (tmp_path / "hydra" / "__init__.py").write_text("import signal, time; signal.raise_signal(signal.SIGINT); time.sleep(9)\n")
+    (tmp_path / "hydra" / "__init__.py").write_text(
+        "import signal, time; signal.raise_signal(signal.SIGINT); time.sleep(9)\n"
+    )
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); import runpy; sys.argv = ['-m']\n"
     code += "runpy.run_module('stages.download', run_name='__main__', alter_sys=True)"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

@@ -47,7 +47,14 @@ def run(corpus: Any, base: Path, settings: Settings, name: str = "out", **paths:
     """Runs the stage into a folder of the current one; returns that."""
     folder = Path(name)
     outs = {out.partition(".")[0]: folder / out for out in OUTS}
-    given = {"tokenizer": corpus.tokenizer, "base": base, "train": corpus.train, "val": corpus.val, **outs, **paths}
+    given = {
+        "tokenizer": corpus.tokenizer,
+        "base": base,
+        "train": corpus.train,
+        "val": corpus.val,
+        **outs,
+        **paths,
+    }
     sft.run(settings, **given)
     return folder
 
@@ -98,7 +105,9 @@ def test_the_same_run_gives_the_same_bytes(
     first = run(corpus, base, settings_with(), "first")
     monkeypatch.setenv("DVC_ROOT", "elsewhere")  # so that nothing is resumed
     second = run(corpus, base, settings_with(), "second")
-    assert (first / "checkpoint" / checkpoint.WEIGHTS).read_bytes() == (second / "checkpoint" / checkpoint.WEIGHTS).read_bytes()
+    assert (first / "checkpoint" / checkpoint.WEIGHTS).read_bytes() == (
+        second / "checkpoint" / checkpoint.WEIGHTS
+    ).read_bytes()
 
 
 def test_packed_conversations_are_learnt_as_if_each_stood_alone(corpus: Any) -> None:
@@ -107,8 +116,10 @@ def test_packed_conversations_are_learnt_as_if_each_stood_alone(corpus: Any) -> 
     Loss sums and gradients of all heads, in float64, where only the order of sums differs between the two.
     """
     words = Tokenizer.load(corpus.tokenizer)
-    rendered = render_all(islice(read_conversations(corpus.train), 12), words, context=64, too_long="drop")
-    config = ModelConfig(words.vocab_size, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=64, mtp_heads=2)
+    rendered = render_all(islice(read_conversations(corpus.train), 12), words, context=64, overflow="drop")
+    config = ModelConfig(
+        words.vocab_size, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=64, mtp_heads=2
+    )
     pad = words.special["<|pad|>"]
     batches = SftBatches(rendered, micro_batch=1, context=64, pad_id=pad, seed=1)
     packed = [batches.batch(index) for index in range(batches.rows)]
@@ -130,27 +141,37 @@ def test_packed_conversations_are_learnt_as_if_each_stood_alone(corpus: Any) -> 
         assert_within(name, results[0][name], expected, 1e-12 * float(np.abs(expected).max()))
 
 
-def test_a_base_model_of_another_tokenizer_is_refused(corpus: Any, base: Path, settings_with: Make, tmp_path: Path) -> None:
+def test_a_base_model_of_another_tokenizer_is_refused(
+    corpus: Any, base: Path, settings_with: Make, tmp_path: Path
+) -> None:
     """Would catch a chat model trained on ids that mean something else."""
     special = list(Tokenizer.load(corpus.tokenizer).special)
-    Tokenizer.train(["another text, another vocabulary"], 256 + len(special), special).save(tmp_path / "tokenizer.json")
+    Tokenizer.train(["another text, another vocabulary"], 256 + len(special), special).save(
+        tmp_path / "tokenizer.json"
+    )
     with pytest.raises(ValueError, match="checkpoint: trained with the tokenizer"):
         run(corpus, base, settings_with(), tokenizer=tmp_path / "tokenizer.json")
 
 
 def test_heads_of_another_model_are_refused(corpus: Any, base: Path, settings_with: Make) -> None:
     """Would catch NumPy's complaint about shapes from within the first update."""
-    with pytest.raises(ValueError, match=r"sft.mtp_weights: .* each of the \d heads of .*, got 1: set model.mtp"):
+    with pytest.raises(
+        ValueError, match=r"sft.mtp_loss_weights: .* each of the \d heads of .*, got 1: set model.mtp"
+    ):
         run(corpus, base, settings_with("model.mtp_heads=1"))
 
 
-def test_plan_is_printed_alone(corpus: Any, base: Path, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_is_printed_alone(
+    corpus: Any, base: Path, settings_with: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Would catch a plan that trains."""
     run(corpus, base, settings_with("runtime.plan=true"))
     assert "total" in capsys.readouterr().out and list(Path().iterdir()) == []
 
 
-def test_muon_is_what_trains(corpus: Any, base: Path, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_muon_is_what_trains(
+    corpus: Any, base: Path, settings_with: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Would catch an optimizer that the engine is not told of, and a plan without the memory that it takes."""
     for plan in ("true", "false"):
         run(corpus, base, settings_with("sft.optimizer=muon", f"runtime.plan={plan}"))

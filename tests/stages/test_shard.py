@@ -52,7 +52,7 @@ def write_documents(path: Path, texts: list[str]) -> None:
 def run(folder: Path, train: list[str], val: list[str], tokens_per_shard: int = 10) -> None:
     for split, texts in (("train", train), ("val", val)):
         write_documents(folder / f"{split}.jsonl.zst", texts)
-    settings: Any = SimpleNamespace(shard=SimpleNamespace(tokens_per_shard=tokens_per_shard, take=None))
+    settings: Any = SimpleNamespace(shard=SimpleNamespace(tokens_per_shard=tokens_per_shard, pretokenized=None))
     paths = {"train": folder / "train.jsonl.zst", "val": folder / "val.jsonl.zst"}
     shard.run(settings, tokenizer=folder / "tokenizer.json", folder=folder / "shard", **paths)
 
@@ -62,7 +62,9 @@ def crc32_of(ids: list[int]) -> str:
     return f"{zlib.crc32(np.array(ids, '<u2').tobytes()):08x}"
 
 
-def test_stage_writes_what_it_says(tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stage_writes_what_it_says(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches a lost separator, bytes counted as characters (bits per byte!), and counts that don't match the files."""
     run(tmp_path, ["Ab\u00e9", "", "\U0001f600 z"], ["val"], tokens_per_shard=6)
     split = open_split(tmp_path / "shard", "train", tokenizer.sha256, 257)
@@ -99,7 +101,9 @@ def test_real_tokenizer_gives_the_text_back(tmp_path: Path) -> None:
     ids = split.read(0, split.tokens)
     starts = np.flatnonzero(ids == tokenizer.special["<|endoftext|>"])
     assert [tokenizer.decode(piece) for piece in np.split(ids, starts)[1:]] == train
-    assert split.counts.bytes == tokenizer.token_lengths[ids].sum() == sum(len(text.encode()) for text in train)
+    assert (
+        split.counts.bytes == tokenizer.token_lengths[ids].sum() == sum(len(text.encode()) for text in train)
+    )
     assert split.tokens < split.counts.bytes  # something was merged
 
 
@@ -108,12 +112,20 @@ def test_two_runs_are_equal_and_leave_nothing_of_the_first(tmp_path: Path, token
     run(tmp_path, ["a" * 100], ["b" * 30])
     run(tmp_path, ["a" * 29], ["b"])
     first = {path.name: path.read_bytes() for path in (tmp_path / "shard").iterdir()}
-    assert sorted(first) == ["index.json", "train_00000.bin", "train_00001.bin", "train_00002.bin", "val_00000.bin"]
+    assert sorted(first) == [
+        "index.json",
+        "train_00000.bin",
+        "train_00001.bin",
+        "train_00002.bin",
+        "val_00000.bin",
+    ]
     run(tmp_path, ["a" * 29], ["b"])
     assert {path.name: path.read_bytes() for path in (tmp_path / "shard").iterdir()} == first
 
 
-def test_interrupted_run_is_not_taken_for_whole(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_is_not_taken_for_whole(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches new shards under an old index.json, which a reader would believe."""
     run(tmp_path, ["a" * 25], ["b"])
 
@@ -123,14 +135,18 @@ def test_interrupted_run_is_not_taken_for_whole(tmp_path: Path, tokenizer: Any, 
     monkeypatch.setattr(tokenizer, "encode_batch", fail)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, ["a" * 25], ["b"])
-    with pytest.raises(ValueError, match=r"index\.json: not found: the stage shard has not finished; run: .*dvc repro shard"):
+    with pytest.raises(
+        ValueError, match=r"index\.json: not found: the stage shard has not finished; run: .*dvc repro shard"
+    ):
         open_split(tmp_path / "shard", "train", tokenizer.sha256, 257)
 
 
 @pytest.mark.parametrize("texts", [[], ["", ""]])
 def test_split_without_text_is_refused(tmp_path: Path, tokenizer: Any, texts: list[str]) -> None:
     """Catches an empty corpus that is noticed only in training, as a division by zero."""
-    with pytest.raises(ValueError, match=r"val\.jsonl\.zst: expected at least one document with text, found none"):
+    with pytest.raises(
+        ValueError, match=r"val\.jsonl\.zst: expected at least one document with text, found none"
+    ):
         run(tmp_path, ["text"], texts)
     assert not (tmp_path / "shard" / "index.json").exists()
 

@@ -21,7 +21,10 @@ def write_split(folder: Path, sizes: list[int], vocab_size: int = 500) -> np.nda
     """A split "val" of given shard sizes, and the stream it holds."""
     stream = np.arange(sum(sizes)) * 7 % vocab_size
     pieces = np.split(stream, np.cumsum(sizes)[:-1])
-    files = [write_shard(shard_path(folder, "val", number), piece, vocab_size) for number, piece in enumerate(pieces)]
+    files = [
+        write_shard(shard_path(folder, "val", number), piece, vocab_size)
+        for number, piece in enumerate(pieces)
+    ]
     counts = Counts(tokens=len(stream), bytes=3 * len(stream), documents=2, files=files)
     write_index(folder, tokenizer_sha256=SHA, vocab_size=vocab_size, splits={"val": counts})
     return stream
@@ -102,7 +105,9 @@ def test_failure_leaves_no_shard_of_the_final_name(tmp_path: Path) -> None:
 
 def test_shard_sizes_that_the_format_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a count that overflows the header's int32, and a file number of six digits."""
-    with pytest.raises(ValueError, match=r"shard\.tokens_per_shard: expected 1 to 2146435071 .*got 2146435072"):
+    with pytest.raises(
+        ValueError, match=r"shard\.tokens_per_shard: expected 1 to 2146435071 .*got 2146435072"
+    ):
         ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=2**31 - LAST_TOKENS)
     monkeypatch.setattr(shard_writer, "MAX_SHARDS", 2)
     writer = ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=1)
@@ -112,7 +117,9 @@ def test_shard_sizes_that_the_format_cannot_hold(tmp_path: Path, monkeypatch: py
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
-def test_reads_cross_shard_borders(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject) -> None:
+def test_reads_cross_shard_borders(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject
+) -> None:
     """Catches an off-by-one at a shard's border, where a loader that reads each file alone drops or repeats tokens."""
     folder = tmp_path_factory.mktemp("shards")
     stream = write_split(folder, sizes)
@@ -159,9 +166,15 @@ SPOIL = {
         lambda f: (f / "val_00000.bin").write_bytes(b"\0" * 100),
         "expected a header of 1024 bytes, found a file of 100",
     ),
-    "foreign": (lambda f: patch_header(f / "val_00000.bin", 0, 7), "expected magic number 20240520, found 7: no token shard"),
+    "foreign": (
+        lambda f: patch_header(f / "val_00000.bin", 0, 7),
+        "expected magic number 20240520, found 7: no token shard",
+    ),
     "other version": (lambda f: patch_header(f / "val_00000.bin", 1, 2), r"expected version 1 .*found 2"),
-    "negative count": (lambda f: patch_header(f / "val_00000.bin", 2, -5), "expected at least 1 token, found a count of -5"),
+    "negative count": (
+        lambda f: patch_header(f / "val_00000.bin", 2, -5),
+        "expected at least 1 token, found a count of -5",
+    ),
     "shard of another run": (
         lambda f: write_shard(f / "val_00001.bin", np.arange(5), 500),
         r"val_00001\.bin: expected 6 tokens, found 5",
@@ -170,13 +183,26 @@ SPOIL = {
         lambda f: write_shard(f / "val_00001.bin", np.arange(7), 500),
         r"val_00001\.bin: expected 6 tokens, found 7",
     ),
-    "sum too large": (lambda f: patch_index(f, '"tokens": 10', '"tokens": 11'), r"index\.json: expected tokenizer_sha256"),
-    "sum too small": (lambda f: patch_index(f, '"tokens": 10', '"tokens": 9'), r"index\.json: expected tokenizer_sha256"),
-    "no file's checksum": (lambda f: patch_index(f, '"crc32": "', '"crc32": "0'), r"index\.json: expected tokenizer_sha256"),
-    "of an earlier version": (
-        lambda f: patch_index(f, '"taken_from"', '"other"'), r"index\.json: expected tokenizer_sha256"
+    "sum too large": (
+        lambda f: patch_index(f, '"tokens": 10', '"tokens": 11'),
+        r"index\.json: expected tokenizer_sha256",
     ),
-    "no index": (lambda f: (f / "index.json").unlink(), r"index\.json: not found: the stage shard has not finished"),
+    "sum too small": (
+        lambda f: patch_index(f, '"tokens": 10', '"tokens": 9'),
+        r"index\.json: expected tokenizer_sha256",
+    ),
+    "no file's checksum": (
+        lambda f: patch_index(f, '"crc32": "', '"crc32": "0'),
+        r"index\.json: expected tokenizer_sha256",
+    ),
+    "of an earlier version": (
+        lambda f: patch_index(f, '"taken_from"', '"other"'),
+        r"index\.json: expected tokenizer_sha256",
+    ),
+    "no index": (
+        lambda f: (f / "index.json").unlink(),
+        r"index\.json: not found: the stage shard has not finished",
+    ),
     "index cut short": (
         lambda f: (f / "index.json").write_text("{", encoding="utf-8"),
         r"index\.json: expected tokenizer_sha256",
@@ -185,7 +211,10 @@ SPOIL = {
         lambda f: (f / "index.json").write_text(json.dumps({"splits": {}}), encoding="utf-8"),
         r"index\.json: expected tokenizer_sha256",
     ),
-    "index not UTF-8": (lambda f: (f / "index.json").write_bytes(b"\xff\xfe"), r"index\.json: expected tokenizer_sha256"),
+    "index not UTF-8": (
+        lambda f: (f / "index.json").write_bytes(b"\xff\xfe"),
+        r"index\.json: expected tokenizer_sha256",
+    ),
 }
 
 
@@ -204,7 +233,10 @@ def test_broken_files_are_named(tmp_path: Path, fault: str) -> None:
 def test_other_tokenizer_or_vocabulary_is_refused(tmp_path: Path) -> None:
     """Catches shards that are decoded with a tokenizer that didn't make them: garbage without an error."""
     write_split(tmp_path, [4, 6])
-    with pytest.raises(ValueError, match=r"expected shards of tokenizer cdcdcdcdcdcd, found those of abababababab; run: \.venv"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected shards of tokenizer cdcdcdcdcdcd, found those of abababababab; run: \.venv",
+    ):
         open_split(tmp_path, "val", "cd" * 32, 500)
     with pytest.raises(ValueError, match=r"expected a vocabulary of 512, found 500; run: \.venv"):
         open_split(tmp_path, "val", SHA, 512)
@@ -217,13 +249,19 @@ def test_file_that_changes_after_opening_is_noticed(tmp_path: Path) -> None:
     write_split(tmp_path, [4, 6])
     split = open_split(tmp_path, "val", SHA, 500)
     changed = write_shard(tmp_path / "val_00001.bin", np.array([1, 2, 3, 500, 4, 5]), 1000)
-    with pytest.raises(ValueError, match=r"val_00001\.bin: tokens 0 to 5: expected CRC-32 \w{8}, found \w{8}: the file has"):
+    with pytest.raises(
+        ValueError, match=r"val_00001\.bin: tokens 0 to 5: expected CRC-32 \w{8}, found \w{8}: the file has"
+    ):
         split.read(2, 10)
     split = replace(split, counts=replace(split.counts, files=[split.counts.files[0], changed]))
-    with pytest.raises(ValueError, match=r"val_00001\.bin: expected ids below 500, found 500 at token 3; run: \.venv"):
+    with pytest.raises(
+        ValueError, match=r"val_00001\.bin: expected ids below 500, found 500 at token 3; run: \.venv"
+    ):
         split.read(2, 10)
     write_shard(tmp_path / "val_00001.bin", np.array([1, 2]), 1000)
-    with pytest.raises(ValueError, match=r"val_00001\.bin: expected 6 tokens from 0 on, found 2; run: \.venv"):
+    with pytest.raises(
+        ValueError, match=r"val_00001\.bin: expected 6 tokens from 0 on, found 2; run: \.venv"
+    ):
         split.read(2, 10)
 
 
@@ -245,7 +283,10 @@ def flipped(tmp_path: Path) -> Path:
 def test_flipped_bit_is_found_by_any_window_of_its_block(flipped: Path, start: int) -> None:
     """Catches a check that looks at the tokens asked for alone, at the file's first block, or at whole files that are read."""
     split = open_split(flipped, "val", SHA, 500)
-    with pytest.raises(ValueError, match=r"val_00001\.bin: tokens 32768 to 65535: expected CRC-32 .*; run: .*dvc repro shard$"):
+    with pytest.raises(
+        ValueError,
+        match=r"val_00001\.bin: tokens 32768 to 65535: expected CRC-32 .*; run: .*dvc repro shard$",
+    ):
         split.read(5 + start, 5 + start + 1)
     split.read(5, 6)  # the block before is checked now, the flipped one still is not
     with pytest.raises(ValueError, match=r"val_00001\.bin: tokens 32768 to 65535"):
@@ -267,7 +308,10 @@ def test_blocks_are_read_whole_once(flipped: Path, monkeypatch: pytest.MonkeyPat
     assert np.array_equal(split.read(100, 200), first)
     assert np.array_equal(split.read(0, BLOCK_TOKENS)[100:200], first)
     assert hashed == [2 * BLOCK_TOKENS, 10]  # then the first file alone
-    assert split.read(split.tokens - 3, split.tokens).tolist() == (np.arange(split.tokens)[-3:] * 7 % 500).tolist()
+    assert (
+        split.read(split.tokens - 3, split.tokens).tolist()
+        == (np.arange(split.tokens)[-3:] * 7 % 500).tolist()
+    )
     assert hashed == [2 * BLOCK_TOKENS, 10, 2 * BLOCK_TOKENS - 14]
 
 

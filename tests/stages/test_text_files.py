@@ -101,7 +101,9 @@ def test_byte_order_mark_of_rows(size: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("read", [lambda s, n: read_text(s, n), lambda s, n: list(stream_rows(s, n))])
 def test_other_unicode_encodings_are_named(encoding: str, read: Any) -> None:
-    with pytest.raises(ValueError, match=r"^a\.txt: UTF-16 or UTF-32, or no text; convert the file to UTF-8$"):
+    with pytest.raises(
+        ValueError, match=r"^a\.txt: UTF-16 or UTF-32, or no text; convert the file to UTF-8$"
+    ):
         read(BytesIO('{"text": "some words"}\n'.encode(encoding)), "a.txt")
 
 
@@ -128,7 +130,9 @@ SKIPPABLE = b"\x50\x2a\x4d\x18\x04\x00\x00\x00note"
     ids=["long window", "skippable frames", "zeros", "members and zeros", "capitals"],
 )
 @pytest.mark.parametrize("size", [7, 1 << 20])
-def test_compressed_as_tools_write(name: str, data: bytes, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_as_tools_write(
+    name: str, data: bytes, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_files, "_CHUNK_BYTES", size)
     assert read_text(BytesIO(data), name) == "line\n" * 1000
 
@@ -146,7 +150,10 @@ def test_garbage_behind_the_end_is_named() -> None:
     ("value", "message"),
     [
         ("[" * 100_000 + "]" * 100_000, "line 2: expected one JSON object a line, got one nested too deeply"),
-        ('{"a":' * 100_000 + "1" + "}" * 100_000, "line 2: expected one JSON object a line, got one nested too deeply"),
+        (
+            '{"a":' * 100_000 + "1" + "}" * 100_000,
+            "line 2: expected one JSON object a line, got one nested too deeply",
+        ),
         ("1" * 10_000, "line 2: a number of over 4300 digits; write it as a text"),
     ],
     ids=["lists", "objects", "digits"],
@@ -178,7 +185,10 @@ def test_arrays_and_lines_of_objects(name: str, data: str, places: list[str]) ->
 
 def test_an_array_of_something_else_is_named() -> None:
     """Would catch a text or a number that is taken for a row."""
-    for data, message in (('[{"n": 1}, 7]', "item 2: expected a JSON array of objects, got int"), ("7", "item 1: expected")):
+    for data, message in (
+        ('[{"n": 1}, 7]', "item 2: expected a JSON array of objects, got int"),
+        ("7", "item 1: expected"),
+    ):
         with pytest.raises(ValueError, match=re.escape(message)):
             list(read_json(BytesIO(data.encode()), "a.json"))
     with pytest.raises(ValueError, match=r"^a\.json: expected a JSON array of objects, .* at column"):
@@ -196,7 +206,12 @@ def test_a_long_line_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_suffix_behind_compression() -> None:
     """Catches `.zst` taken for the kind of file."""
-    assert [suffix_of(name) for name in ("a.JSONL.zst", "b.tar.txt", "c.parquet.gz", "d")] == [".jsonl", ".txt", ".parquet", ""]
+    assert [suffix_of(name) for name in ("a.JSONL.zst", "b.tar.txt", "c.parquet.gz", "d")] == [
+        ".jsonl",
+        ".txt",
+        ".parquet",
+        "",
+    ]
 
 
 def test_file_appears_only_when_complete(tmp_path: Path) -> None:
@@ -216,7 +231,10 @@ def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path: Path) ->
     """Catches a full disk that destroys the last good file, leaves half of the new one, or surfaces as a traceback."""
     path = tmp_path / "file.txt"
     write_text(path, "old")
-    with pytest.raises(ValueError, match=r"file\.txt: cannot be written: No space left.*make room"), replacing(path) as partial:
+    with (
+        pytest.raises(ValueError, match=r"file\.txt: cannot be written: No space left.*make room"),
+        replacing(path) as partial,
+    ):
         partial.write_text("half", encoding="utf-8")
         raise OSError(errno.ENOSPC, "No space left on device")
     assert path.read_text(encoding="utf-8") == "old" and list(tmp_path.iterdir()) == [path]

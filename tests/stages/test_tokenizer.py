@@ -26,7 +26,9 @@ from stages.tokenizer.unicode_classes import character_classes
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|user|>")
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TABLE_REGEX_VERSION = "2026.11.19"
-REFERENCE_TEXT = "".join(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (argparse, difflib))[:60_000]
+REFERENCE_TEXT = "".join(
+    Path(str(module.__file__)).read_text(encoding="utf-8") for module in (argparse, difflib)
+)[:60_000]
 
 # Text in which every alternative of the pattern and its edges occur often: contractions, runs of white space of one to four
 # bytes, letters, numbers and signs of one to four bytes, special tokens as typed text, newer and unassigned characters.
@@ -69,7 +71,9 @@ def joined(word: tuple[int, ...], pair: tuple[int, int], token: int) -> tuple[in
 
 def naive_merges(texts: list[bytes], num_tokens: int) -> list[tuple[int, int, int]]:
     """Count all pairs anew for every merge; the most frequent, then the smallest, wins."""
-    counts = Counter(tuple(BYTE_ORDER.index(byte) for byte in word) for text in texts for word in words_of(text))
+    counts = Counter(
+        tuple(BYTE_ORDER.index(byte) for byte in word) for text in texts for word in words_of(text)
+    )
     token_bytes = [bytes([byte]) for byte in BYTE_ORDER]
     merges = []
     while len(token_bytes) < num_tokens:
@@ -142,12 +146,17 @@ def test_cut_documents_have_the_same_words(documents: list[bytes], piece_bytes: 
     assert b"".join(data[start:end] for start, end in spans) == data
     first = 0
     for document, last in zip(documents, span_ends, strict=True):
-        assert [word for start, end in spans[first:last] for word in words_of(data[start:end])] == words_of(document)
+        assert [word for start, end in spans[first:last] for word in words_of(data[start:end])] == words_of(
+            document
+        )
         first = last
 
 
 # Stale counts, overlapping pairs in runs (aaaa), ties broken by hash order.
-@given(st.lists(st.text(alphabet="aab c'1", max_size=60).map(str.encode), min_size=1, max_size=4), st.integers(1, 40))
+@given(
+    st.lists(st.text(alphabet="aab c'1", max_size=60).map(str.encode), min_size=1, max_size=4),
+    st.integers(1, 40),
+)
 @settings(max_examples=200, deadline=None)
 def test_merges_are_the_naive_ones(texts: list[bytes], more: int) -> None:
     expected = naive_merges(texts, 256 + more)
@@ -195,7 +204,10 @@ def test_lone_surrogates_are_three_bytes() -> None:
         ids = tokenizer.encode(f"a{chr(code)} b")
         assert tokenizer.decode_bytes(ids) == data
         assert ids.tolist() == tokenizer.encode(data).tolist()
-    assert Tokenizer.train(["\ud800" * 9], 258, []).merges == Tokenizer.train([b"\xed\xa0\x80" * 9], 258, []).merges
+    assert (
+        Tokenizer.train(["\ud800" * 9], 258, []).merges
+        == Tokenizer.train([b"\xed\xa0\x80" * 9], 258, []).merges
+    )
 
 
 # A merge applied out of order, a cached word that answers for another one, a special token made from typed text.
@@ -221,7 +233,9 @@ def test_ids_are_those_of_hugging_face(tmp_path: Path) -> None:
     @given(st.one_of(TEXTS, st.text(st.characters(exclude_categories=["Cn", "Cs"]), max_size=60)))
     @settings(max_examples=300, deadline=None)
     def same(text: str) -> None:
-        if any(unicodedata.category(character) == "Cn" for character in text) or any(token in text for token in SPECIAL):
+        if any(unicodedata.category(character) == "Cn" for character in text) or any(
+            token in text for token in SPECIAL
+        ):
             return
         ids = tokenizer.encode(text)
         assert ids.tolist() == theirs.encode(text).ids
@@ -234,7 +248,15 @@ def test_ids_are_those_of_hugging_face(tmp_path: Path) -> None:
 # Ids that depend on what was encoded before, on the other texts of a batch, or on the threads; a lost empty text.
 def test_batches_are_the_texts_one_by_one() -> None:
     tokenizer, _ = trained()
-    texts: list[str | bytes] = ["", REFERENCE_TEXT * 40, "", "one", b"\xff\xfe two", REFERENCE_TEXT[5:900], ""]
+    texts: list[str | bytes] = [
+        "",
+        REFERENCE_TEXT * 40,
+        "",
+        "one",
+        b"\xff\xfe two",
+        REFERENCE_TEXT[5:900],
+        "",
+    ]
     alone = [Tokenizer.train([REFERENCE_TEXT[:12_000]], 600, SPECIAL).encode(text) for text in texts]
     for threads in (0, 1, 3):
         batch = tokenizer.encode_batch(texts, threads=threads)
@@ -326,12 +348,22 @@ def test_decode_refuses_foreign_ids(wrong: int) -> None:
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "special", "message"),
     [
-        (["aa"], 258, SPECIAL, r"vocab_size: expected 259 \(256 bytes and 3 special tokens\) to 65536, got 258$"),
+        (
+            ["aa"],
+            258,
+            SPECIAL,
+            r"vocab_size: expected 259 \(256 bytes and 3 special tokens\) to 65536, got 258$",
+        ),
         (["aa"], 65537, [], r"vocab_size: expected 256 .* to 65536, got 65537$"),
         (["aaaa aaaa"], 300, SPECIAL, r"vocab_size: this text gives at most 262, got 300; set it to that"),
         ([], 300, [], "expected text to learn merges from, got none"),
         ([""], 300, [], "expected text to learn merges from, got none"),
-        (["the the"], 260, ["the"], r"special_tokens: expected .* such as <\|name\|>, got 'the', an ordinary token"),
+        (
+            ["the the"],
+            260,
+            ["the"],
+            r"special_tokens: expected .* such as <\|name\|>, got 'the', an ordinary token",
+        ),
         (["aa"], 258, ["a"], "special_tokens: .* got 'a', an ordinary token"),
     ],
 )

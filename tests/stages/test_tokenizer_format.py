@@ -15,7 +15,10 @@ Change = Callable[[dict[str, Any]], object]
 # <|endoftext|> in front, as an export of the base model has it.
 BOS = {
     "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "single": [
+        {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
     "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [264], "tokens": ["<|endoftext|>"]}},
 }
@@ -45,29 +48,59 @@ def written(tmp_path: Path, changed: object) -> Path:
         (lambda c: c["model"].update(ignore_merges=True), "expected model.ignore_merges false, got true"),
         (lambda c: c["model"].update(dropout=0.1), "expected model.dropout 0, got 0.1"),
         (lambda c: c.update(normalizer={"type": "NFC"}), r'expected normalizer null, got \{"type": "NFC"\}'),
-        (lambda c: c["pre_tokenizer"].update(add_prefix_space=True), 'expected pre_tokenizer .*, got .*"add_prefix_space": true'),
-        (lambda c: c["pre_tokenizer"].update(use_regex=False), 'expected pre_tokenizer .*, got .*"use_regex": false'),
+        (
+            lambda c: c["pre_tokenizer"].update(add_prefix_space=True),
+            'expected pre_tokenizer .*, got .*"add_prefix_space": true',
+        ),
+        (
+            lambda c: c["pre_tokenizer"].update(use_regex=False),
+            'expected pre_tokenizer .*, got .*"use_regex": false',
+        ),
         (lambda c: c["model"]["vocab"].update(a="7"), "expected an id from 0 for the token 'a', got \"7\""),
         (lambda c: c["model"]["vocab"].update(a=True), "expected an id from 0 for the token 'a', got true"),
         (lambda c: c["model"]["vocab"].update(a=70), "the tokens 'a' and 'g' have the same id 70"),
-        (lambda c: c["model"]["vocab"].update(a=900), "expected ids 0 to 265 for 266 tokens, found none with 64"),
+        (
+            lambda c: c["model"]["vocab"].update(a=900),
+            "expected ids 0 to 265 for 266 tokens, found none with 64",
+        ),
         (lambda c: c["model"]["vocab"].update({"a b": 266}), r"byte characters, got 'a b' \(id 266\)"),
-        (lambda c: c["added_tokens"].append({"id": 64, "content": "a", "special": True}), r"none for byte 97 \('a'\)"),
+        (
+            lambda c: c["added_tokens"].append({"id": 64, "content": "a", "special": True}),
+            r"none for byte 97 \('a'\)",
+        ),
         (
             lambda c: c["added_tokens"][1].update(special=False),
             r"special true for the added token '<|pad|>' \(id 265\), got false: .*; set it to true if no text may give it",
         ),
-        (lambda c: c["added_tokens"][1].pop("special"), r"for the added token '<|pad|>' \(id 265\), got nothing"),
+        (
+            lambda c: c["added_tokens"][1].pop("special"),
+            r"for the added token '<|pad|>' \(id 265\), got nothing",
+        ),
         (
             lambda c: c["added_tokens"].append({"id": 266, "content": "<|pad|>", "special": True}),
             "the added token '<|pad|>' has two ids, 265 and 266",
         ),
-        (lambda c: c["added_tokens"].append({"content": "a"}), r"expected added_tokens\[2\] with content and id"),
-        (lambda c: c["added_tokens"][0].update(id=265), "'<|endoftext|>' has the id 265, but 264 in the vocabulary"),
+        (
+            lambda c: c["added_tokens"].append({"content": "a"}),
+            r"expected added_tokens\[2\] with content and id",
+        ),
+        (
+            lambda c: c["added_tokens"][0].update(id=265),
+            "'<|endoftext|>' has the id 265, but 264 in the vocabulary",
+        ),
         (lambda c: c["model"]["merges"].append("x y z"), 'expected merge 8 to be two tokens, got "x y z"'),
-        (lambda c: c["model"]["merges"].append(["x", 3]), r'expected merge 8 to be two tokens, got \["x", 3\]'),
-        (lambda c: c["model"]["merges"].append("x qq"), r"merge 8 \('x', 'qq'\): 'qq' is not in the vocabulary"),
-        (lambda c: c["model"]["merges"].append("x y"), r"merge 8 \('x', 'y'\): 'xy' is not in the vocabulary"),
+        (
+            lambda c: c["model"]["merges"].append(["x", 3]),
+            r'expected merge 8 to be two tokens, got \["x", 3\]',
+        ),
+        (
+            lambda c: c["model"]["merges"].append("x qq"),
+            r"merge 8 \('x', 'qq'\): 'qq' is not in the vocabulary",
+        ),
+        (
+            lambda c: c["model"]["merges"].append("x y"),
+            r"merge 8 \('x', 'y'\): 'xy' is not in the vocabulary",
+        ),
         (lambda c: c["model"]["merges"].append(c["model"]["merges"][0]), r"merge 8 \(.*\) is there twice"),
     ],
 )
@@ -124,28 +157,28 @@ def test_take_gpt2s_files(tmp_path: Path, names: tuple[str, str]) -> None:
     (tmp_path / names[0]).write_text(json.dumps(model["vocab"]), encoding="utf-8")
     lines = "\n".join(["#version: 0.2", *model["merges"], ""])
     (tmp_path / names[1]).write_text(lines, encoding="utf-8", newline="\n")
-    taken = Tokenizer.take(tmp_path, ["<|user|>", "<|endoftext|>"])
+    taken = Tokenizer.from_pretrained(tmp_path, ["<|user|>", "<|endoftext|>"])
     assert taken.special == {"<|endoftext|>": 264, "<|user|>": 265}
     assert taken.vocab_size == 266
     assert taken.encode(TEXT + "<|endoftext|>").tolist() == ours.encode(TEXT + "<|endoftext|>").tolist()
     (tmp_path / "tokenizer.json").write_text("GPT-2's files are preferred", encoding="utf-8")
-    assert Tokenizer.take(tmp_path, ["<|user|>", "<|endoftext|>"]).sha256 == taken.sha256
+    assert Tokenizer.from_pretrained(tmp_path, ["<|user|>", "<|endoftext|>"]).sha256 == taken.sha256
 
 
 # A folder that is refused although it has a tokenizer.json, as our exports do; a message that leaves out what may be there.
 def test_take_a_folder(tmp_path: Path) -> None:
     content(tmp_path)
     ours = Tokenizer.load(tmp_path / "tokenizer.json")
-    assert Tokenizer.take(tmp_path, SPECIAL).sha256 == ours.sha256
+    assert Tokenizer.from_pretrained(tmp_path, SPECIAL).sha256 == ours.sha256
     (tmp_path / "vocab.json").write_text("no use without merges.txt", encoding="utf-8")
-    assert Tokenizer.take(tmp_path, SPECIAL).sha256 == ours.sha256
+    assert Tokenizer.from_pretrained(tmp_path, SPECIAL).sha256 == ours.sha256
     (tmp_path / "tokenizer.json").unlink()
     expected = r"expected vocab.json and merges.txt \(or encoder.json and vocab.bpe\), or tokenizer.json in it, found"
-    with pytest.raises(ValueError, match=f"{expected} only vocab.json; give train_bpe.take another"):
-        Tokenizer.take(tmp_path, SPECIAL)
+    with pytest.raises(ValueError, match=f"{expected} only vocab.json; give train_bpe.pretrained another"):
+        Tokenizer.from_pretrained(tmp_path, SPECIAL)
     (tmp_path / "vocab.json").unlink()
-    with pytest.raises(ValueError, match=f"{expected} none of them; give train_bpe.take another"):
-        Tokenizer.take(tmp_path, SPECIAL)
+    with pytest.raises(ValueError, match=f"{expected} none of them; give train_bpe.pretrained another"):
+        Tokenizer.from_pretrained(tmp_path, SPECIAL)
 
 
 # What a file may set and still give our ids: flags of special tokens, and what is put around a text's ids. Refused, or taken
@@ -156,7 +189,9 @@ def test_take_a_folder(tmp_path: Path) -> None:
         lambda c: c["added_tokens"][0].update(single_word=True),
         lambda c: c["added_tokens"][0].update(lstrip=True, rstrip=True),
         lambda c: c["added_tokens"][0].update(normalized=True),
-        lambda c: c.update(post_processor={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}),
+        lambda c: c.update(
+            post_processor={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}
+        ),
         lambda c: c.update(post_processor=BOS),
     ],
 )
@@ -169,7 +204,11 @@ def test_same_ids_as_tokenizers(tmp_path: Path, change: Change) -> None:
     theirs.encode_special_tokens = True  # as ours: a special token that is typed is text
     for text in (TEXT, "the <|endoftext|> other", "a<|endoftext|>b", " <|pad|>\n x"):
         expected = theirs.encode(text, add_special_tokens=False).ids
-        for ours in (Tokenizer.load(path), Tokenizer.take(path, SPECIAL), Tokenizer.take(tmp_path, SPECIAL)):
+        for ours in (
+            Tokenizer.load(path),
+            Tokenizer.from_pretrained(path, SPECIAL),
+            Tokenizer.from_pretrained(tmp_path, SPECIAL),
+        ):
             assert ours.encode(text).tolist() == expected
 
 
@@ -183,14 +222,16 @@ def test_tokenizers_finds_what_is_not_special(tmp_path: Path) -> None:
     theirs.encode_special_tokens = True
     assert theirs.encode("a<|pad|>b").ids[1:-1] == [265]
     for place in (path, tmp_path):
-        with pytest.raises(ValueError, match=r"for the added token '<\|pad\|>' .*; give train_bpe.take another"):
-            Tokenizer.take(place, SPECIAL)
+        with pytest.raises(
+            ValueError, match=r"for the added token '<\|pad\|>' .*; give train_bpe.pretrained another"
+        ):
+            Tokenizer.from_pretrained(place, SPECIAL)
 
 
 # Special tokens of a taken tokenizer.json renumbered, or those that it lacks forgotten.
 def test_take_a_tokenizer_json(tmp_path: Path) -> None:
     content(tmp_path)
-    taken = Tokenizer.take(tmp_path / "tokenizer.json", ["<|end|>", "<|pad|>"])
+    taken = Tokenizer.from_pretrained(tmp_path / "tokenizer.json", ["<|end|>", "<|pad|>"])
     assert taken.special == {"<|endoftext|>": 264, "<|pad|>": 265, "<|end|>": 266}
     with pytest.raises(ValueError, match=r"tokenizer.json: merge 1 \('t', 'he'\): 'the' is a special token"):
-        Tokenizer.take(tmp_path / "tokenizer.json", ["the"])
+        Tokenizer.from_pretrained(tmp_path / "tokenizer.json", ["the"])

@@ -22,7 +22,14 @@ def run(folder: Path, texts: list[str], **chosen: Any) -> Path:
         for text in texts:
             writer.write({"text": text, "source": "test"})
         writer.finish()
-    section = {"vocab_size": 270, "sample_bytes": 10_000, "pattern": "gpt2", "special_tokens": SPECIAL, "take": None, **chosen}
+    section = {
+        "vocab_size": 270,
+        "sample_bytes": 10_000,
+        "pattern": "gpt2",
+        "special_tokens": SPECIAL,
+        "pretrained": None,
+        **chosen,
+    }
     settings: Any = SimpleNamespace(train_bpe=SimpleNamespace(**section), runtime=SimpleNamespace(threads=0))
     train_bpe.run(settings, train=folder / "train.jsonl.zst", tokenizer=folder / "out" / "tokenizer.json")
     return folder / "out" / "tokenizer.json"
@@ -44,7 +51,7 @@ def test_stage_learns_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_stage_takes_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = Tokenizer.train(["a tale told twice"], 262, SPECIAL[:1])
     other.save(tmp_path / "other.json")
-    path = run(tmp_path, ["the other"], take=str(tmp_path / "other.json"))
+    path = run(tmp_path, ["the other"], pretrained=str(tmp_path / "other.json"))
     assert Tokenizer.load(path).special == {"<|endoftext|>": 261, "<|end|>": 262}
     assert json.loads(path.read_text(encoding="utf-8"))["model"]["merges"]
     assert "taken from" in capsys.readouterr().out

@@ -25,7 +25,8 @@ from stages.updates import held_out_nats, learning_rate, train_step
 CONFIG = ModelConfig(vocab_size=40, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=12, mtp_heads=2)
 SETTINGS = Training(
     seed=1, steps=10, micro_batch=3, grad_accum_steps=2, optimizer="adamw", schedule="cosine", lr=1e-2, min_lr=0.0,
-    warmup_steps=2, cooldown_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0, mtp_weights=(1.0, 0.1),
+    warmup_steps=2, cooldown_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0,
+    mtp_loss_weights=(1.0, 0.1),
     val_every=4, sample_every=5, checkpoint_every=3,
 )  # fmt: skip
 
@@ -79,11 +80,17 @@ def outs(folder: Path) -> Outs:
 
 
 def run(
-    folder: Path, data: Data | None = None, settings: Training = SETTINGS, one: Engine | None = None, of: Task | None = None
+    folder: Path,
+    data: Data | None = None,
+    settings: Training = SETTINGS,
+    one: Engine | None = None,
+    of: Task | None = None,
 ) -> tuple[Engine, Record]:
     one = one or engine()
     with ResumeFolder(work(settings), folder / "resume") as resume:
-        record = train(one, settings, of or task(one, data), resume=resume, display=PlainDisplay(), outs=outs(folder))
+        record = train(
+            one, settings, of or task(one, data), resume=resume, display=PlainDisplay(), outs=outs(folder)
+        )
     return one, record
 
 
@@ -101,20 +108,38 @@ def shown(record: Record) -> tuple[object, ...]:
 
 
 def same_files(a: Path, b: Path) -> bool:
-    return all((a / "curves" / name).read_bytes() == (b / "curves" / name).read_bytes() for name in ("train.csv", "val.csv"))
+    return all(
+        (a / "curves" / name).read_bytes() == (b / "curves" / name).read_bytes()
+        for name in ("train.csv", "val.csv")
+    )
 
 
 @pytest.mark.parametrize(
     ("schedule", "cooldown", "expected"),
     [
-        ("cosine", 0, {0: 0.25, 3: 1.0, 4: 1.0, 12: 0.55, 19: 0.1 + 0.9 * (1 + math.cos(math.pi * 15 / 16)) / 2, 20: 0.1}),
+        (
+            "cosine",
+            0,
+            {
+                0: 0.25,
+                3: 1.0,
+                4: 1.0,
+                12: 0.55,
+                19: 0.1 + 0.9 * (1 + math.cos(math.pi * 15 / 16)) / 2,
+                20: 0.1,
+            },
+        ),
         ("wsd", 5, {0: 0.25, 3: 1.0, 15: 1.0, 16: 0.1 + 0.9 * 4 / 5, 19: 0.1 + 0.9 / 5, 20: 0.1}),
         ("wsd", 0, {0: 0.25, 3: 1.0, 19: 1.0}),
     ],
 )
-def test_learning_rate_at_its_corners(schedule: Literal["cosine", "wsd"], cooldown: int, expected: dict[int, float]) -> None:
+def test_learning_rate_at_its_corners(
+    schedule: Literal["cosine", "wsd"], cooldown: int, expected: dict[int, float]
+) -> None:
     """Would catch a first step of learning rate 0, a peak never reached, and an end above or below min_lr."""
-    settings = replace(SETTINGS, steps=20, warmup_steps=4, lr=1.0, min_lr=0.1, schedule=schedule, cooldown_steps=cooldown)
+    settings = replace(
+        SETTINGS, steps=20, warmup_steps=4, lr=1.0, min_lr=0.1, schedule=schedule, cooldown_steps=cooldown
+    )
     for step, rate in expected.items():
         assert learning_rate(step, settings) == pytest.approx(rate, rel=1e-12), step
 
@@ -130,7 +155,9 @@ def test_accumulation_is_one_large_batch() -> None:
     Float32 sums in another order differ by a few eps relative to the largest gradient; a mean of means is off by percents.
     """
     parts = [random_batch(index) for index in range(4)]
-    whole = Batch(*(np.concatenate([getattr(part, name) for part in parts]) for name in Batch.__dataclass_fields__))
+    whole = Batch(
+        *(np.concatenate([getattr(part, name) for part in parts]) for name in Batch.__dataclass_fields__)
+    )
     assert len({float(part.loss_weight.sum()) for part in parts}) > 1
     small, large = engine(3), engine(12)
     for one, batches in ((small, parts), (large, [whole])):
@@ -139,14 +166,18 @@ def test_accumulation_is_one_large_batch() -> None:
     assert a.loss == pytest.approx(b.loss, rel=1e-6) and a.total_loss == pytest.approx(b.total_loss, rel=1e-6)
     assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
     first, second = small.state()["exp_avg"], large.state()["exp_avg"]
-    assert np.max(np.abs(first - second)) <= 64 * np.finfo(np.float32).eps * np.max(np.abs(second)) and np.any(second)
+    assert np.max(np.abs(first - second)) <= 64 * np.finfo(np.float32).eps * np.max(
+        np.abs(second)
+    ) and np.any(second)
 
 
 def test_loss_is_head_0_and_the_total_weighs_the_heads() -> None:
     """Would catch a reported loss that mixes the heads, or weights that enter twice."""
     one, batches = engine(), [random_batch(0), random_batch(1)]
     found = [one.evaluate(batch) for batch in batches]
-    nll, weight = (np.concatenate([getattr(each, name) for each in found], axis=1) for name in ("nll", "weight"))
+    nll, weight = (
+        np.concatenate([getattr(each, name) for each in found], axis=1) for name in ("nll", "weight")
+    )
     heads = (nll * weight).sum(axis=(1, 2)) / weight.sum(axis=(1, 2))
     outcome = train_step(one, batches, (1.0, 0.5), AdamW(), lr=0.0)
     assert outcome.loss == pytest.approx(heads[0], rel=1e-5)
@@ -174,9 +205,13 @@ def test_killed_and_resumed_is_undisturbed_bit_for_bit(tmp_path: Path, killed_at
     again = Data()
     parts, record = run(tmp_path / "parts", again)
     assert same_state(whole, parts) and shown(record) == shown(whole_record)
-    done = max(0, killed_at // SETTINGS.grad_accum_steps - 1)  # a step's batches are fetched within the step before
+    done = max(
+        0, killed_at // SETTINGS.grad_accum_steps - 1
+    )  # a step's batches are fetched within the step before
     last_saved = done // SETTINGS.checkpoint_every * SETTINGS.checkpoint_every
-    assert again.asked == list(range(last_saved * SETTINGS.grad_accum_steps, SETTINGS.steps * SETTINGS.grad_accum_steps))
+    assert again.asked == list(
+        range(last_saved * SETTINGS.grad_accum_steps, SETTINGS.steps * SETTINGS.grad_accum_steps)
+    )
     assert record.resumed_at == ([last_saved] if last_saved else [])
 
 
@@ -239,7 +274,9 @@ def test_ctrl_c_saves_the_last_finished_step(
     assert same_files(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_ctrl_c_in_the_first_step_has_nothing_to_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_in_the_first_step_has_nothing_to_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Would catch a state of step 0, and a traceback where there is none."""
     disturbed = Disturbed("micro_step", 1)
     with pytest.raises(SystemExit) as stopped:
@@ -261,7 +298,14 @@ def test_a_saved_step_is_not_saved_again(tmp_path: Path) -> None:
             super().save(state)
 
     with Counting(work(), tmp_path / "resume") as resume, pytest.raises(SystemExit):
-        train(disturbed.one, SETTINGS, disturbed.task, resume=resume, display=PlainDisplay(), outs=outs(tmp_path))
+        train(
+            disturbed.one,
+            SETTINGS,
+            disturbed.task,
+            resume=resume,
+            display=PlainDisplay(),
+            outs=outs(tmp_path),
+        )
     assert Counting.saves == [3]
 
 
@@ -282,7 +326,11 @@ WSD = replace(SETTINGS, schedule="wsd")
     ],
 )
 def test_a_wsd_run_of_other_steps_goes_on_as_if_from_scratch(
-    tmp_path: Path, first: tuple[int, int], second: tuple[int, int], begins: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    first: tuple[int, int],
+    second: tuple[int, int],
+    begins: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Would catch a cool-down that stays in the weights, and rows, validations or samples of the shorter run's end."""
     settings = [replace(WSD, steps=steps, cooldown_steps=cooldown) for steps, cooldown in (first, second)]
@@ -339,15 +387,25 @@ def test_curves_grow_while_a_run_is_under_way(tmp_path: Path, monkeypatch: pytes
 
     class Watched(Data):
         def batch(self, index: int) -> Batch:
-            paths = [tmp_path / "curves" / "train.csv", tmp_path / "curves" / "val.csv", tmp_path / "speed.csv"]
+            paths = [
+                tmp_path / "curves" / "train.csv",
+                tmp_path / "curves" / "val.csv",
+                tmp_path / "speed.csv",
+            ]
             seen.append([path.read_text(encoding="utf-8") if path.exists() else "" for path in paths])
             return super().batch(index)
 
     monkeypatch.setattr(time, "perf_counter", iter(range(10**6)).__next__)  # a second passes at every look
-    run(tmp_path, Watched(), settings=replace(SETTINGS, checkpoint_every=1000, steps=400, grad_accum_steps=1, val_every=100))
+    run(
+        tmp_path,
+        Watched(),
+        settings=replace(SETTINGS, checkpoint_every=1000, steps=400, grad_accum_steps=1, val_every=100),
+    )
     counts = [len(text.splitlines()) for text, _, _ in seen]
     assert counts == sorted(counts) and 1 < len(set(counts)) < 100  # not at every step
-    assert any(len(val.splitlines()) == 2 for _, val, _ in seen) and any(len(speed.splitlines()) > 100 for *_, speed in seen)
+    assert any(len(val.splitlines()) == 2 for _, val, _ in seen) and any(
+        len(speed.splitlines()) > 100 for *_, speed in seen
+    )
 
 
 def test_finished_work_is_not_repeated(tmp_path: Path) -> None:
@@ -361,10 +419,14 @@ def test_finished_work_is_not_repeated(tmp_path: Path) -> None:
 def test_validation_and_samples_do_not_disturb_training(tmp_path: Path) -> None:
     """Would catch evaluation that touches gradients, loss sums, moments or a shared random state."""
     often, record = run(tmp_path / "often", settings=replace(SETTINGS, val_every=1, sample_every=1))
-    seldom, seldom_record = run(tmp_path / "seldom", settings=replace(SETTINGS, val_every=100, sample_every=100))
+    seldom, seldom_record = run(
+        tmp_path / "seldom", settings=replace(SETTINGS, val_every=100, sample_every=100)
+    )
     assert same_state(often, seldom)
     assert shown(record)[0] == shown(seldom_record)[0]
-    assert [row[0] for row in record.val] == list(range(1, 11)) and [row[0] for row in seldom_record.val] == [10]
+    assert [row[0] for row in record.val] == list(range(1, 11)) and [row[0] for row in seldom_record.val] == [
+        10
+    ]
 
 
 def test_two_runs_are_bitwise_equal(tmp_path: Path) -> None:
@@ -379,9 +441,14 @@ def test_a_batch_is_learnt_by_heart(tmp_path: Path) -> None:
         def batch(self, index: int) -> Batch:
             return random_batch(0, supervised=1.0)
 
-    settings = replace(SETTINGS, steps=150, grad_accum_steps=1, weight_decay=0.0, mtp_weights=(1.0, 0.0), val_every=150)
+    settings = replace(
+        SETTINGS, steps=150, grad_accum_steps=1, weight_decay=0.0, mtp_loss_weights=(1.0, 0.0), val_every=150
+    )
     _, record = run(tmp_path, Same(), replace(settings, checkpoint_every=150))
-    assert record.train[0][1] == pytest.approx(math.log(CONFIG.vocab_size), rel=0.1) and record.train[-1][1] < 0.05
+    assert (
+        record.train[0][1] == pytest.approx(math.log(CONFIG.vocab_size), rel=0.1)
+        and record.train[-1][1] < 0.05
+    )
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
@@ -400,12 +467,23 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         run(tmp_path, Poisoned(), one=one)
     message = str(caught.value)
-    for part in ("step 5: loss nan", "learning rate 0.00", "gradient norm nan", "first bad tensor ", "000000003-", "lower lr"):
+    for part in (
+        "step 5: loss nan",
+        "learning rate 0.00",
+        "gradient norm nan",
+        "first bad tensor ",
+        "000000003-",
+        "lower lr",
+    ):
         assert part in message
     assert "\n" not in message and "first bad tensor none" not in message
     with ResumeFolder(work(), tmp_path / "resume") as resume:
         state = resume.load()
-    assert state is not None and state.step == 3 and all(np.isfinite(array).all() for array in state.arrays.values())
+    assert (
+        state is not None
+        and state.step == 3
+        and all(np.isfinite(array).all() for array in state.arrays.values())
+    )
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
@@ -419,6 +497,8 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
         return result
 
     one.update = ruined  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"step 1: norm\.weight is not finite; last good checkpoint none; try a lower lr"):
+    with pytest.raises(
+        ValueError, match=r"step 1: norm\.weight is not finite; last good checkpoint none; try a lower lr"
+    ):
         run(tmp_path, one=one, settings=replace(SETTINGS, checkpoint_every=1))
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -15,7 +15,9 @@ COUNTS = ("steps", "micro_batch", "grad_accum_steps", "val_every", "sample_every
 @pytest.mark.parametrize("key", COUNTS)
 def test_counts_have_an_upper_bound(settings_with: Make, section: str, key: str) -> None:
     for value in (2**31, 10**22):
-        with pytest.raises(ValueError, match=rf"^{section}\.{key}: expected at least 1 and at most 2147483647, got {value}$"):
+        with pytest.raises(
+            ValueError, match=rf"^{section}\.{key}: expected at least 1 and at most 2147483647, got {value}$"
+        ):
             settings_with(f"{section}.{key}={value}")
     settings_with(f"{section}.{key}={2**31 - 1}")
 

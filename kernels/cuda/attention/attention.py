@@ -25,7 +25,9 @@ _SCALAR_BACKWARD_QUERY = Kernel("attention/attention_scalar.cu", "attention_back
 _SCALAR_BACKWARD_KEY = Kernel("attention/attention_scalar.cu", "attention_backward_key", _SCALAR)
 _SCALAR_TILE = 32
 
-_DELTA = Kernel("attention/attention_scalar.cu", "attention_delta", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8)))
+_DELTA = Kernel(
+    "attention/attention_scalar.cu", "attention_delta", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
+)
 _DELTA_BLOCK, _DELTA_LANES = 256, 8  # the block is not tuned
 
 # T, HEAD_DIM, ROW_TILES, and backward UNIT, KEPT. Those of which no register is spilled; not tuned.
@@ -42,12 +44,16 @@ _BACKWARD_KEY = (
     (FLOAT, 32, 2, 32, True), (FLOAT, 64, 1, 32, True), (FLOAT, 96, 1, 16, True), (FLOAT, 128, 1, 16, False),
 )  # fmt: skip
 _MMA_FORWARD = Kernel("attention/attention_mma.cu", "attention_forward", _FORWARD)
-_MMA_BACKWARD_QUERY = Kernel("attention/attention_mma_backward.cu", "attention_backward_query", _BACKWARD_QUERY)
+_MMA_BACKWARD_QUERY = Kernel(
+    "attention/attention_mma_backward.cu", "attention_backward_query", _BACKWARD_QUERY
+)
 _MMA_BACKWARD_KEY = Kernel("attention/attention_mma_backward.cu", "attention_backward_key", _BACKWARD_KEY)
 
 # By head dim: HEAD_DIM, and forward STAGES: at 64 3 and 2 were slower (NOTES.md, 2026-11-30), at 128 no more fit.
 _HOPPER = {64: (64, 4), 128: (128, 2)}
-_HOPPER_FORWARD = Kernel("attention/attention_hopper.cu", "attention_forward", tuple(_HOPPER.values()), hopper=True)
+_HOPPER_FORWARD = Kernel(
+    "attention/attention_hopper.cu", "attention_forward", tuple(_HOPPER.values()), hopper=True
+)
 _HOPPER_BACKWARD = Kernel(
     "attention/attention_hopper_backward.cu", "attention_backward", tuple((d,) for d in _HOPPER), hopper=True
 )
@@ -79,7 +85,14 @@ def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start:
 
 
 def attention_backward(
-    device: Device, dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Array, dbias: Array | None = None
+    device: Device,
+    dqkv: Array,
+    dout: Array,
+    out: Array,
+    lse: Array,
+    qkv: Array,
+    start: Array,
+    dbias: Array | None = None,
 ) -> None:
     """See kernels.cpu.attention.attention_backward; attention_forward says what holds for a device.
 
@@ -119,7 +132,9 @@ def attention_kernel(device: Device, dtype: Any, head_dim: int) -> str:
         return "scalar"
     if dtype == FLOAT:
         return "mma" if device.precision == "tf32" else "scalar"
-    return "hopper" if device.attention == "hopper" and device.arch == "sm_90" and head_dim in _HOPPER else "mma"
+    return (
+        "hopper" if device.attention == "hopper" and device.arch == "sm_90" and head_dim in _HOPPER else "mma"
+    )
 
 
 def attention_workspace_bytes(
@@ -138,7 +153,11 @@ def _workspace(
     if which != "hopper":
         return (delta,)
     parts = batch, heads, -(-length // _backward_queries(head_dim)), 2  # two warpgroups' of each tile
-    partial = 1, batch * -(-length // _HOPPER_ROWS) * 2, (heads + 2 * kv_heads) * head_dim  # two rows a tile of keys
+    partial = (
+        1,
+        batch * -(-length // _HOPPER_ROWS) * 2,
+        (heads + 2 * kv_heads) * head_dim,
+    )  # two rows a tile of keys
     return delta, ((*parts, 64 * 64), FLOAT), ((1 + int(np.prod(parts)),), np.int32), (partial, FLOAT)
 
 
@@ -183,7 +202,9 @@ def _launch_hopper_backward(
         add_rows(device, partial, dbias)
 
 
-def _launch_scalar(device: Device, kernel: Kernel, heads: int, tiles: int, given: dict[str, Any], out: Array, qkv: Array) -> None:
+def _launch_scalar(
+    device: Device, kernel: Kernel, heads: int, tiles: int, given: dict[str, Any], out: Array, qkv: Array
+) -> None:
     """Blocks own tiles of rows of `heads` heads; `tiles` of them, and the weights, are in asked-for shared memory."""
     batch, length, _, head_dim = out.shape
     assert head_dim <= LARGEST_HEAD_DIM, f"attention: head dim {head_dim} is over {LARGEST_HEAD_DIM}"
@@ -208,9 +229,22 @@ def _launch_mma(
     rows, row_bytes = 64 * cast(int, template[2]), head_dim * qkv.dtype.itemsize
     columns = 64 if row_bytes <= 128 else 32 if row_bytes <= 256 else 16  # COLUMNS of attention_tile.cuh
     shared = (row_bytes + 16) * (own * rows + 2 * stages * columns) + stages * columns * word_bytes
-    device.launch(kernel, template, (-(-length // rows), heads, batch), _BLOCK, shared_bytes=shared, **given, **_sizes(out, qkv))
+    device.launch(
+        kernel,
+        template,
+        (-(-length // rows), heads, batch),
+        _BLOCK,
+        shared_bytes=shared,
+        **given,
+        **_sizes(out, qkv),
+    )
 
 
 def _sizes(out: Array, qkv: Array) -> dict[str, Any]:
     _, length, heads, head_dim = out.shape
-    return {"length": length, "heads": heads, "kv_heads": (qkv.shape[2] - heads) // 2, "scale": 1 / sqrt(head_dim)}
+    return {
+        "length": length,
+        "heads": heads,
+        "kv_heads": (qkv.shape[2] - heads) // 2,
+        "scale": 1 / sqrt(head_dim),
+    }

@@ -93,9 +93,9 @@ template <int HEAD_DIM>
 void multiply_keys(float (&s)[KEYS / 2], unsigned long long queries, unsigned long long keys) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++)
-        multiply_tiles(s, advance(queries, k / 4 * GROUP_ROWS * TILE_ROW_BYTES + k % 4 * 32),
+        wgmma_ss(s, advance(queries, k / 4 * GROUP_ROWS * TILE_ROW_BYTES + k % 4 * 32),
                        advance(keys, k / 4 * KEYS * TILE_ROW_BYTES + k % 4 * 32), k > 0);
-    commit_products();
+    wgmma_commit();
 }
 
 template <int PARTS>
@@ -104,8 +104,8 @@ void add_weighted(float (&sum)[PARTS][32], const unsigned (&p)[KEYS / 16][4], un
     for (int k = 0; k < KEYS / 16; k++)
 #pragma unroll
         for (int i = 0; i < PARTS; i++)
-            multiply_tile(sum[i], p[k], advance(values, i * KEYS * TILE_ROW_BYTES + k * 16 * TILE_ROW_BYTES));
-    commit_products();
+            wgmma_rs(sum[i], p[k], advance(values, i * KEYS * TILE_ROW_BYTES + k * 16 * TILE_ROW_BYTES));
+    wgmma_commit();
 }
 
 inline void round_weights(unsigned (&p)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
@@ -160,7 +160,7 @@ struct Part {
 template <int PARTS>
 void store_results(float (&sum)[PARTS][32], const Part& part, const TensorMap& out_map, unsigned own_out, int group, float* lse,
                    int length, int heads) {
-    if (threadIdx.x % WARPGROUP == 0) wait_stores_read();
+    if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
     float share[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -174,12 +174,12 @@ void store_results(float (&sum)[PARTS][32], const Part& part, const TensorMap& o
         }
         share[half] = __fdividef(1.0f, total);
     }
-    sync_threads(OWN + group, WARPGROUP);  // the last item's results have left own_out
+    named_barrier_sync(OWN + group, WARPGROUP);  // the last item's results have left own_out
     scale_rows(sum, share);
 #pragma unroll
     for (int i = 0; i < PARTS; i++) store_sum(own_out + i * GROUP_ROWS * TILE_ROW_BYTES, sum[i]);
-    fence_async();
-    sync_threads(OWN + group, WARPGROUP);  // the results, written above by all, are copied by one
+    fence_async_proxy();
+    named_barrier_sync(OWN + group, WARPGROUP);  // the results, written above by all, are copied by one
     if (threadIdx.x % WARPGROUP == 0) store_rows<PARTS * 64>(out_map, own_out, part.item.head, part.first, part.item.b);
 }
 
@@ -206,34 +206,34 @@ void attend(const Layout<HEAD_DIM, STAGES>& at, const TensorMap& out_map, float*
     };
     const auto start_scores = [&] {
         wait(at.key_full[step % STAGES], step / STAGES % 2);
-        fence_products();
+        wgmma_fence();
         multiply_keys<HEAD_DIM>(s, part.queries, advance(all_keys, step % STAGES * at.TILE_BYTES));
     };
     const auto start_values = [&] { add_weighted(sum, p, advance(all_values, before % STAGES * at.TILE_BYTES)); };
     const auto finish_values = [&] {
-        wait_products<0>();
+        wgmma_wait<0>();
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) hold(sum[i]);
+        for (int i = 0; i < PARTS; i++) warpgroup_fence_operand(sum[i]);
         if (lane == 0) arrive(at.value_empty[before % STAGES]);
     };
     // The scores are there: to exponentials. `finish`: what is still under way.
     const auto weigh = [&](auto finish) {
-        hold(s);
+        warpgroup_fence_operand(s);
         if (lane == 0) arrive(at.key_empty[step % STAGES]);
         if (part.on_border()) hide_unseen(s, part.query, part.tile * KEYS, part.begin);
         raise(s, part.shift, part.total, kept, scale2);
-        sync_threads(my_turn, GROUPS * WARPGROUP);  // the other group has made its exponentials
+        named_barrier_sync(my_turn, GROUPS * WARPGROUP);  // the other group has made its exponentials
         exponentials<0, EARLY>(s, part.shift, part.total, scale2);
         wait(at.value_full[step % STAGES], step / STAGES % 2);
         finish();
         exponentials<EARLY, KEYS / 2>(s, part.shift, part.total, scale2);
-        arrive_threads(other_turn, GROUPS * WARPGROUP);
+        named_barrier_arrive(other_turn, GROUPS * WARPGROUP);
     };
 
-    if (group == 1) arrive_threads(other_turn, GROUPS * WARPGROUP);  // the first turn is group 0's
+    if (group == 1) named_barrier_arrive(other_turn, GROUPS * WARPGROUP);  // the first turn is group 0's
     if (!take_part()) return;
     start_scores();
-    wait_products<0>();
+    wgmma_wait<0>();
     weigh([] {});
     round_weights(p, s);
     for (;;) {
@@ -241,7 +241,7 @@ void attend(const Layout<HEAD_DIM, STAGES>& at, const TensorMap& out_map, float*
         for (part.tile--; part.tile >= part.item.lowest; part.tile--) {
             start_scores();
             start_values();
-            wait_products<1>();
+            wgmma_wait<1>();
             weigh(finish_values);
             scale_rows(sum, kept);
             round_weights(p, s);
@@ -253,13 +253,13 @@ void attend(const Layout<HEAD_DIM, STAGES>& at, const TensorMap& out_map, float*
         if (!take_part()) break;
         start_scores();
         start_values();
-        wait_products<1>();
+        wgmma_wait<1>();
         weigh(finish_values);
         store_results(sum, done, out_map, own_out, group, lse, length, heads);
         clear(sum);
         round_weights(p, s);
     }
-    fence_products();
+    wgmma_fence();
     start_values();
     finish_values();
     store_results(sum, part, out_map, own_out, group, lse, length, heads);
@@ -276,12 +276,12 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     if (threadIdx.x == 0) at.init();
     __syncthreads();  // the barriers are ready
     if (threadIdx.x >= GROUPS * WARPGROUP) {
-        give_registers<24>();
+        warpgroup_reg_dealloc<24>();
         if (threadIdx.x == GROUPS * WARPGROUP) copy_items(at, qkv_map, start, counts, batch, length, heads, kv_heads, section);
         return;
     }
-    take_registers<240>();
+    warpgroup_reg_alloc<240>();
     attend(at, out_map, lse, start, length, heads, scale);
-    if (threadIdx.x < WARPGROUP) sync_threads(TURNS, GROUPS * WARPGROUP);  // the other group's last arrival
-    if (threadIdx.x % WARPGROUP == 0) wait_stores();                       // they read this block's memory
+    if (threadIdx.x < WARPGROUP) named_barrier_sync(TURNS, GROUPS * WARPGROUP);  // the other group's last arrival
+    if (threadIdx.x % WARPGROUP == 0) bulk_wait();                       // they read this block's memory
 }

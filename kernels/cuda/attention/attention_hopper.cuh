@@ -19,7 +19,7 @@ void load_rows(unsigned tile, const TensorMap& map, unsigned full, int head, int
     for (int part = 0; part < HEAD_DIM / 64; part++)
 #pragma unroll
         for (int i = 0; i < ROWS; i += GROUP_ROWS)
-            load_box(tile + (part * ROWS + i) * TILE_ROW_BYTES, map, full, part * 64, head, row + i, b);
+            tma_load(tile + (part * ROWS + i) * TILE_ROW_BYTES, map, full, part * 64, head, row + i, b);
 }
 
 // The reverse, of a warpgroup's rows.
@@ -27,8 +27,8 @@ template <int HEAD_DIM>
 void store_rows(const TensorMap& map, unsigned tile, int head, int row, int b) {
 #pragma unroll
     for (int part = 0; part < HEAD_DIM / 64; part++)
-        store_box(map, tile + part * GROUP_ROWS * TILE_ROW_BYTES, part * 64, head, row, b);
-    commit_stores();
+        tma_store(map, tile + part * GROUP_ROWS * TILE_ROW_BYTES, part * 64, head, row, b);
+    bulk_commit();
 }
 
 // A warpgroup's sum, rounded, to a part of its tile.
@@ -49,9 +49,9 @@ inline void sum_columns(float* sums, unsigned tile) {
 #pragma unroll
     for (int row = 0; row < GROUP_ROWS; row += 16) {
         unsigned rows[4];  // from where store_fragment puts columns 16 warp ..
-        load_matrices_transposed(rows, tile + (row + lane % 16) * TILE_ROW_BYTES + ((2 * warp + lane / 16) ^ lane % 8) * 16);
-        multiply_add(sum[0], ONES, rows[0], rows[1]);
-        multiply_add(sum[1], ONES, rows[2], rows[3]);
+        ldmatrix_x4_trans(rows, tile + (row + lane % 16) * TILE_ROW_BYTES + ((2 * warp + lane / 16) ^ lane % 8) * 16);
+        mma_bf16(sum[0], ONES, rows[0], rows[1]);
+        mma_bf16(sum[1], ONES, rows[2], rows[3]);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++)  // a product's rows are all the same

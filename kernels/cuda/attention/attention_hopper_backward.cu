@@ -67,9 +67,9 @@ template <int HEAD_DIM>
 void multiply_rows(float (&product)[QUERIES<HEAD_DIM> / 2], unsigned long long own, unsigned tile) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++)
-        multiply_tiles(product, advance(own, k / 4 * KEYS * TILE_ROW_BYTES + k % 4 * 32),
+        wgmma_ss(product, advance(own, k / 4 * KEYS * TILE_ROW_BYTES + k % 4 * 32),
                        advance(tile_descriptor(tile), k / 4 * QUERIES<HEAD_DIM> * TILE_ROW_BYTES + k % 4 * 32), k > 0);
-    commit_products();
+    wgmma_commit();
 }
 
 // Start sum += left times a tile of queries.
@@ -79,8 +79,8 @@ void add_weighted(float (&sum)[PARTS][32], const unsigned (&left)[COUNT][4], uns
     for (int k = 0; k < COUNT; k++)
 #pragma unroll
         for (int i = 0; i < PARTS; i++)
-            multiply_tile(sum[i], left[k], advance(tile_descriptor(tile), (i * COUNT + k) * 16 * TILE_ROW_BYTES));
-    commit_products();
+            wgmma_rs(sum[i], left[k], advance(tile_descriptor(tile), (i * COUNT + k) * 16 * TILE_ROW_BYTES));
+    wgmma_commit();
 }
 
 // Scores to probabilities, rounded as a left factor too.
@@ -121,15 +121,15 @@ void store_ds(unsigned (&left)[COUNT][4], const float (&ds)[8 * COUNT], unsigned
         round_fragment(left[k], ds, k);
         store_fragment(own_rows + k / 4 * KEYS * TILE_ROW_BYTES, k % 4, left[k]);
     }
-    fence_async();
+    fence_async_proxy();
 }
 
 // Start dq = ds times keys, the warpgroup's shares of which are descriptors.
 inline void multiply_ds(float (&dq)[32], unsigned long long ds, unsigned long long keys) {
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++)
-        multiply_tiles<true, true>(dq, advance(ds, k * 16 * TILE_ROW_BYTES), advance(keys, k * 16 * TILE_ROW_BYTES), k > 0);
-    commit_products();
+        wgmma_ss<true, true>(dq, advance(ds, k * 16 * TILE_ROW_BYTES), advance(keys, k * 16 * TILE_ROW_BYTES), k > 0);
+    wgmma_commit();
 }
 
 // A tile's dq to the warp that passes it on.
@@ -137,7 +137,7 @@ inline void hand_dq_over(const float (&dq)[32], float4* place, unsigned full) {
 #pragma unroll
     for (int i = 0; i < 8; i++)
         place[i * WARPGROUP + threadIdx.x % WARPGROUP] = float4{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
-    fence_async();
+    fence_async_proxy();
     __syncwarp();  // the warp's share is written
     if (threadIdx.x % WARP == 0) arrive(full);
 }
@@ -149,24 +149,24 @@ void store_results(float (&dkey)[PARTS][32], float (&dvalue)[PARTS][32], const T
     constexpr int OWN = GROUP_ROWS * TILE_ROW_BYTES;
     const int group = threadIdx.x / WARPGROUP, first = item.first + group * GROUP_ROWS, head = heads + item.shared;
     const unsigned own_keys = keys + group * PARTS * OWN, own_values = values + group * PARTS * OWN;
-    sync_threads(1, ALL_GROUPS);  // nobody reads keys or ds any more
+    named_barrier_sync(1, ALL_GROUPS);  // nobody reads keys or ds any more
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
-        hold(dkey[i]);
-        hold(dvalue[i]);
+        warpgroup_fence_operand(dkey[i]);
+        warpgroup_fence_operand(dvalue[i]);
 #pragma unroll
         for (int e = 0; e < 32; e++) dkey[i][e] *= scale;
         store_sum(own_keys + i * OWN, dkey[i]);
         store_sum(own_values + i * OWN, dvalue[i]);
     }
-    fence_async();
-    sync_threads(2 + group, WARPGROUP);  // the results, written above by all, are copied by one and summed by all
+    fence_async_proxy();
+    named_barrier_sync(2 + group, WARPGROUP);  // the results, written above by all, are copied by one and summed by all
     if (threadIdx.x % WARPGROUP == 0) {
         store_rows<HEAD_DIM>(dqkv_map, own_keys, head, first, item.b);
         store_rows<HEAD_DIM>(dqkv_map, own_values, head + kv_heads, first, item.b);
     }
     if (!partial) return;
-    // Nobody writes to their places until all warps have read: where items rotate, not before the next one's first sync_threads,
+    // Nobody writes to their places until all warps have read: where items rotate, not before the next one's first named_barrier_sync,
     // else not before give_back.
     float* sums = item.row(partial, group, length, (heads + 2 * kv_heads) * HEAD_DIM) + head * HEAD_DIM;
 #pragma unroll
@@ -192,7 +192,7 @@ void multiply(const Layout<HEAD_DIM>& at, const TensorMap& dqkv_map, float* part
     unsigned step = 0;  // of all items
     const auto start_scores = [&](unsigned long long own_keys) {
         wait(at.query_full[step % STAGES], step / STAGES % 2);
-        fence_products();
+        wgmma_fence();
         multiply_rows<HEAD_DIM>(s, own_keys, at.queries + step % STAGES * at.QUERY_BYTES);
     };
     for (unsigned round = 0;; round++) {
@@ -207,53 +207,53 @@ void multiply(const Layout<HEAD_DIM>& at, const TensorMap& dqkv_map, float* part
         start_scores(own_keys);
         if (ROTATE<HEAD_DIM>) {
             give_back(at);
-            if (thread == 0) wait_stores_read();  // the last results have left what is ds from the second step on
+            if (thread == 0) bulk_wait_read();  // the last results have left what is ds from the second step on
         }
         wait(at.key_full[1], round % 2);
-        wait_products<0>();
-        hold(s);
+        wgmma_wait<0>();
+        warpgroup_fence_operand(s);
         int query = 0;  // the tile's first, from the item's first key on
         for (const unsigned end = step + item.steps(); step < end;) {
             const unsigned stage = step % STAGES;
             const unsigned queries = at.queries + stage * at.QUERY_BYTES, douts = at.douts + stage * at.QUERY_BYTES;
             const float* row_lse = rows + stage * 2 * TILE + lane % 4 * 2;
             wait(at.dout_full[stage], step / STAGES % 2);
-            fence_products();
+            wgmma_fence();
             multiply_rows<HEAD_DIM>(dp, own_values, douts);
             const unsigned char* begin = begins + stage * TILE;
             if (query < group * GROUP_ROWS + GROUP_ROWS - 1 || begin[TILE - 1] > group * GROUP_ROWS)
                 hide_unseen<TILE>(s, group * GROUP_ROWS + thread / WARP * 16 + lane / 4, query, begin);
             weigh(s, left, row_lse, scale2);
-            fence_products();
+            wgmma_fence();
             add_weighted(dvalue, left, douts);
-            wait_products<1>();
-            hold(dp);
+            wgmma_wait<1>();
+            warpgroup_fence_operand(dp);
             subtract_delta(dp, left, row_lse + TILE);
-            // The other warpgroup has multiplied the ds of two steps ago: it has been past the last step's sync_threads.
-            wait_products<0>();
+            // The other warpgroup has multiplied the ds of two steps ago: it has been past the last step's named_barrier_sync.
+            wgmma_wait<0>();
             store_ds(left, dp, places.ds + group * OWN);
-            fence_products();
+            wgmma_fence();
             add_weighted(dkey, left, queries);
-            sync_threads(1, ALL_GROUPS);  // all of ds is there
-            fence_products();
+            named_barrier_sync(1, ALL_GROUPS);  // all of ds is there
+            wgmma_fence();
             multiply_ds(dq, tile_descriptor(places.ds + (PARTS == 1) * group * KEY_PART), dq_keys);
-            wait_products<1>();
+            wgmma_wait<1>();
             if (lane == 0) arrive(at.empty[stage]);
             step++;
             start_scores(own_keys);  // after the last step for nothing: a branch here would serialise
             wait(at.dq_empty[group], step % 2);
-            wait_products<1>();
-            hold(dq);
+            wgmma_wait<1>();
+            warpgroup_fence_operand(dq);
             hand_dq_over(dq, reinterpret_cast<float4*>(memory + (at.dq - at.keys) + group * at.DQ_BYTES), at.dq_full[group]);
-            wait_products<0>();
-            hold(s);
+            wgmma_wait<0>();
+            warpgroup_fence_operand(s);
             places.next_step();
             query = query + TILE == item.tiles * TILE ? 0 : query + TILE;  // of the next head
         }
-        wait_products<0>();
+        wgmma_wait<0>();
         store_results<HEAD_DIM>(dkey, dvalue, dqkv_map, partial, keys, values, item, length, heads, kv_heads, scale);
         if (!ROTATE<HEAD_DIM>) {
-            if (thread == 0) wait_stores_read();
+            if (thread == 0) bulk_wait_read();
             give_back(at);
         }
         places.next_item();
@@ -273,11 +273,11 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
     __syncthreads();  // the barriers are ready
     const int warp = warp_number() - ALL_GROUPS / WARP;
     if (warp < 0) {
-        take_registers<224>();
+        warpgroup_reg_alloc<224>();
         multiply(at, dqkv_map, partial, memory, length, heads, kv_heads, scale);
-        if (threadIdx.x % WARPGROUP == 0) wait_stores();  // they read this block's memory
+        if (threadIdx.x % WARPGROUP == 0) bulk_wait();  // they read this block's memory
     } else {
-        give_registers<56>();
+        warpgroup_reg_dealloc<56>();
         if (warp == 0)
             copy_items(at, dout_map, qkv_map, memory, taken, delta, lse, start, batch, length, heads, kv_heads);
         else if (warp <= GROUPS)

@@ -86,7 +86,7 @@ struct Layout {
         dq_full.init(GROUPS, WARPGROUP / WARP);
         dq_empty.init(GROUPS, 1);
         before_full.init(GROUPS, 1);
-        fence_barrier_init();
+        fence_mbarrier_init();
     }
 };
 
@@ -229,10 +229,10 @@ void pass_dq(const Layout<HEAD_DIM>& at, int group, const unsigned char* memory,
                     // All lanes look, so that they stay together; seldom, as those that are waited for use the memory, too.
                     const int least = ordered || last ? turn : 1;
                     while (__any_sync(ALL_LANES, load_acquire(turns + index) < least)) __nanosleep(PAUSE_NS);
-                    fence_async_global();  // the copy engine, too, comes after the acquire
+                    fence_async_proxy_global();  // the copy engine, too, comes after the acquire
                     if (last && lane == 0) {
                         arrive_expecting(at.before_full[group], BYTES);
-                        load_bytes(at.dq_before + group * BYTES, sum, BYTES, at.before_full[group]);
+                        bulk_load(at.dq_before + group * BYTES, sum, BYTES, at.before_full[group]);
                     }
                 }
                 wait(at.dq_full[group], step % 2);
@@ -240,15 +240,15 @@ void pass_dq(const Layout<HEAD_DIM>& at, int group, const unsigned char* memory,
                 if (!last) {
                     if (lane == 0) {
                         if (turn > 0)
-                            add_floats(sum, at.dq + group * BYTES, BYTES);
+                            bulk_reduce_add(sum, at.dq + group * BYTES, BYTES);
                         else
-                            store_bytes(sum, at.dq + group * BYTES, BYTES);
-                        commit_stores();
-                        wait_stores_read();
+                            bulk_store(sum, at.dq + group * BYTES, BYTES);
+                        bulk_commit();
+                        bulk_wait_read();
                         arrive(at.dq_empty[group]);
-                        wait_stores();
-                        fence_async_global();
-                        count_release(turns + index);
+                        bulk_wait();
+                        fence_async_proxy_global();
+                        add_release(turns + index);
                     }
                     __syncwarp();  // the others would only spin
                     continue;

@@ -45,7 +45,7 @@ struct Layout {
         key_empty.init(STAGES, GROUPS * WARPGROUP / WARP);
         value_full.init(STAGES, 1);
         value_empty.init(STAGES, GROUPS * WARPGROUP / WARP);
-        fence_barrier_init();
+        fence_mbarrier_init();
     }
 };
 

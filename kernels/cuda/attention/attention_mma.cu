@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
             largest[i][half] = minus_infinity();
             total[i][half] = 0.0f;
         }
-    copy_wait();
+    cp_async_wait_all();
     __syncthreads();  // the queries with their starts, and the first tile, are there
     const Rows<T, HEAD_DIM, ROW_TILES, KEPT> queries(query_tile + own * STRIDE<T, HEAD_DIM> + offset);
     for (; tile >= lowest; tile--) {
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
                 }
             add_weighted<T, HEAD_DIM, ROW_TILES>(mean, p, value_tiles + tile % 2 * TILE_BYTES + offset + down);
         }
-        copy_wait();
+        cp_async_wait_all();
         __syncthreads();  // the next tile is there, and all have read this one, whose place the tile after that takes
     }
 #pragma unroll

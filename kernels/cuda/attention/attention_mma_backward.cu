@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
             row_lse2[i][half] = lse[at] * LOG2_E;
             row_delta[i][half] = delta[at];
         }
-    copy_wait();
+    cp_async_wait_all();
     __syncthreads();  // queries with their starts, gradients and the first tile are there
     const Rows<T, HEAD_DIM, ROW_TILES, KEPT> queries(query_tile + own * STRIDE<T, HEAD_DIM> + offset);
     const Rows<T, HEAD_DIM, ROW_TILES, KEPT> gradients(gradient_tile + own * STRIDE<T, HEAD_DIM> + offset);
@@ -89,11 +89,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
                     }
             add_weighted<T, HEAD_DIM, ROW_TILES>(sum, s, key_tiles + at + down);
         }
-        copy_wait();
+        cp_async_wait_all();
         __syncthreads();  // the next tile is there, and all have read this one, whose place the tile after that takes
         if (STAGES == 1 && tile < last) {
             copy(tile + 1);
-            copy_wait();
+            cp_async_wait_all();
             __syncthreads();  // the next tile is there
         }
     }
@@ -144,16 +144,16 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : BLOCKS<HEAD_DIM,
         if (threadIdx.x < QUERIES) {
             const int t = min(query + (int)threadIdx.x, length - 1), slot = stage * QUERIES + threadIdx.x;
             const long long at = ((long long)b * heads + head) * length + t;
-            copy_word_async(shared_address(column_lse + slot), lse + at);
-            copy_word_async(shared_address(column_delta + slot), delta + at);
-            copy_word_async(shared_address(column_begin + slot), start + row + t);
+            cp_async_4(shared_address(column_lse + slot), lse + at);
+            cp_async_4(shared_address(column_delta + slot), delta + at);
+            cp_async_4(shared_address(column_begin + slot), start + row + t);
         }
     };
     int head = shared * group, query_tile = first, stage = 0;
     copy(head, query_tile, stage);
     const float scale2 = scale * LOG2_E;
     float dkey[ROW_TILES][HEAD_DIM / 8][4] = {}, dvalue[ROW_TILES][HEAD_DIM / 8][4] = {};
-    copy_wait();
+    cp_async_wait_all();
     __syncthreads();  // keys, values and the first tile are there
     const Rows<T, HEAD_DIM, ROW_TILES, KEPT> keys(key_tile + own * STRIDE<T, HEAD_DIM> + offset);
     const Rows<T, HEAD_DIM, ROW_TILES, KEPT> values(value_tile + own * STRIDE<T, HEAD_DIM> + offset);
@@ -190,11 +190,11 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : BLOCKS<HEAD_DIM,
             add_weighted<T, HEAD_DIM, ROW_TILES>(dvalue, p, gradient_tiles + at + down);
             add_weighted<T, HEAD_DIM, ROW_TILES>(dkey, ds, query_tiles + at + down);
         }
-        copy_wait();
+        cp_async_wait_all();
         __syncthreads();  // the next tile is there, and all have read this one, whose place the tile after that takes
         if (STAGES == 1 && next_head < heads_end) {
             copy(next_head, next_tile, 0);
-            copy_wait();
+            cp_async_wait_all();
             __syncthreads();  // the next tile is there
         }
         head = next_head;

@@ -39,7 +39,7 @@ constexpr int BACKWARD_STAGES = ROW_BYTES<T, HEAD_DIM> <= 384 ? 2 : 1;
 template <int HEAD_DIM, int ROW_TILES>
 constexpr int BLOCKS = HEAD_DIM <= 64 && ROW_TILES == 1 ? 3 : 2;
 
-// Where a lane's row begins when load_matrices reads 16 rows of two chunks: rows 0.., rows 8.., then both of the second chunk.
+// Where a lane's row begins when ldmatrix_x4 reads 16 rows of two chunks: rows 0.., rows 8.., then both of the second chunk.
 template <typename T, int HEAD_DIM>
 unsigned lane_offset() {
     const unsigned lane = threadIdx.x % WARP;
@@ -66,13 +66,13 @@ void copy_tile(unsigned tile, const T* source, int step, int rows) {
     for (int n = 0; n < ROWS; n += PASS)
 #pragma unroll
         for (int c = 0; c < HEAD_DIM; c += LANES * CHUNK<T>)
-            copy_async(tile + n * STRIDE<T, HEAD_DIM> + c * BYTES, source + (n * step + c), row + n < rows);
+            cp_async(tile + n * STRIDE<T, HEAD_DIM> + c * BYTES, source + (n * step + c), row + n < rows);
 }
 
-// Warp: load_matrices of factors, fp32 rounded to tf32.
+// Warp: ldmatrix_x4 of factors, fp32 rounded to tf32.
 template <typename T>
 void load_factors(unsigned (&value)[4], unsigned row) {
-    load_matrices(value, row);
+    ldmatrix_x4(value, row);
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
         for (int m = 0; m < 4; m++) value[m] = to_tf32(__uint_as_float(value[m]));
@@ -129,11 +129,11 @@ void multiply_columns(float (&sum)[ROW_TILES][COUNT / 8][4], const Rows<T, HEAD_
 #pragma unroll
             for (int i = 0; i < ROW_TILES; i++) {
                 if constexpr (sizeof(T) == 2) {
-                    multiply_add(sum[i][2 * j], a[i], b[0], b[2]);
-                    multiply_add(sum[i][2 * j + 1], a[i], b[1], b[3]);
+                    mma_bf16(sum[i][2 * j], a[i], b[0], b[2]);
+                    mma_bf16(sum[i][2 * j + 1], a[i], b[1], b[3]);
                 } else {
-                    multiply_add_tf32(sum[i][2 * j], a[i], b[0], b[2]);
-                    multiply_add_tf32(sum[i][2 * j + 1], a[i], b[1], b[3]);
+                    mma_tf32(sum[i][2 * j], a[i], b[0], b[2]);
+                    mma_tf32(sum[i][2 * j + 1], a[i], b[1], b[3]);
                 }
             }
         }
@@ -156,11 +156,11 @@ void add_weighted_bf16(float (&sum)[ROW_TILES][HEAD_DIM / 8][4], const float (&w
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 16; j++) {
             unsigned b[4];
-            load_matrices_transposed(b, columns + k * 16 * STRIDE<bf16, HEAD_DIM> + j * 32);
+            ldmatrix_x4_trans(b, columns + k * 16 * STRIDE<bf16, HEAD_DIM> + j * 32);
 #pragma unroll
             for (int i = 0; i < ROW_TILES; i++) {
-                multiply_add(sum[i][2 * j], a[i], b[0], b[1]);
-                multiply_add(sum[i][2 * j + 1], a[i], b[2], b[3]);
+                mma_bf16(sum[i][2 * j], a[i], b[0], b[1]);
+                mma_bf16(sum[i][2 * j + 1], a[i], b[2], b[3]);
             }
         }
     }
@@ -181,13 +181,13 @@ void add_weighted_tf32(float (&sum)[ROW_TILES][HEAD_DIM / 8][4], const float (&w
 #pragma unroll
         for (int s = 0; s < HEAD_DIM / 32; s++) {
             unsigned even[4], odd[4];  // 8 lanes at a time read 128 bytes: a row lies 4 banks after the row before
-            load_words(even, columns + k * 8 * STRIDE<float, HEAD_DIM> + s * 128);
-            load_words(odd, columns + (k * 8 + 1) * STRIDE<float, HEAD_DIM> + s * 128);
+            ld_shared_v4(even, columns + k * 8 * STRIDE<float, HEAD_DIM> + s * 128);
+            ld_shared_v4(odd, columns + (k * 8 + 1) * STRIDE<float, HEAD_DIM> + s * 128);
 #pragma unroll
             for (int q = 0; q < 4; q++) {
                 const unsigned b0 = to_tf32(__uint_as_float(even[q])), b1 = to_tf32(__uint_as_float(odd[q]));
 #pragma unroll
-                for (int i = 0; i < ROW_TILES; i++) multiply_add_tf32(sum[i][4 * s + q], a[i], b0, b1);
+                for (int i = 0; i < ROW_TILES; i++) mma_tf32(sum[i][4 * s + q], a[i], b0, b1);
             }
         }
     }

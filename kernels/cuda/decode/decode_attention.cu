@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(THREADS)
     constexpr int TEAMS = THREADS / LANES;  // keys that the block has in hand
     constexpr int PARTS = THREADS / LANES;  // features of a lane
     __shared__ float team_largest[TEAMS], team_total[TEAMS], team_sum[TEAMS][THREADS];
-    let_next_start();
+    launch_dependents();
     const int b = blockIdx.x / count, t = blockIdx.x % count, head = blockIdx.y, split = blockIdx.z;
     const int group = heads / kv_heads, shared = head / group, team = threadIdx.x / LANES;
     const int held = *length, visible = held + t + 1, splits = gridDim.z;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(THREADS)
     int j = begin + team;
     const bool cached = j < min(held, end);
     if (cached) fetch_cached(j);
-    wait_for_previous();
+    grid_dependency_wait();
     if (!cached && j < end) fetch_new(j);
     load_row<T, SIZE>(query, qkv + new_rows + t * step + (long long)head * head_dim, head_dim);
     // All teams go round equally often, for the lanes of a warp shuffle together.

@@ -13,7 +13,9 @@ _BLOCK = 128
 _BLOCKS_A_PROCESSOR, _SMALLEST_SHARE = 2, 32
 
 
-def decode_attention_forward(device: Device, out: Array, qkv: Array, keys: Array, values: Array, length: Array) -> None:
+def decode_attention_forward(
+    device: Device, out: Array, qkv: Array, keys: Array, values: Array, length: Array
+) -> None:
     """See kernels.cpu.decode_attention.decode_attention_forward; length is in device memory.
 
     Precision: fp32 arithmetic, one rounding to T at the store of out.

@@ -102,14 +102,14 @@ void fetch_weights(unsigned char* region, const bf16* weight, unsigned barrier, 
     const int lane = threadIdx.x % WARP;
     if (lane == 0) arrive_expecting(barrier, rows * P::INPUTS * 2);
     __syncwarp();  // what comes is expected before it does
-    for (int r = lane; r < rows; r += WARP) load_bytes_once(shared_address(region) + r * STRIDE, row(r), P::INPUTS * 2, barrier, policy);
+    for (int r = lane; r < rows; r += WARP) bulk_load_hint(shared_address(region) + r * STRIDE, row(r), P::INPUTS * 2, barrier, policy);
 #else
     constexpr int OF_ROW = P::INPUTS / VECTOR;
     for (int i = threadIdx.x; i < rows * OF_ROW; i += THREADS) {
         const int r = i / OF_ROW, vector = i % OF_ROW;
-        copy_async_once(shared_address(region) + r * STRIDE + vector * 16, row(r) + vector * VECTOR, true, policy);
+        cp_async_hint(shared_address(region) + r * STRIDE + vector * 16, row(r) + vector * VECTOR, true, policy);
     }
-    commit_copies();
+    cp_async_commit();
 #endif
 }
 
@@ -119,7 +119,7 @@ void await_weights(unsigned barrier, int parity) {
 #if __CUDA_ARCH__ >= 900
     wait(barrier, parity);
 #else
-    wait_copies<PENDING>();
+    cp_async_wait<PENDING>();
 #endif
 }
 
@@ -130,8 +130,8 @@ inline uint4 vector_at(const bf16* address) { return *reinterpret_cast<const uin
 // that both factors have.
 inline void multiply_step(float (&c)[2][4], const uint4& w, const uint4& x) {
     const unsigned low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
-    multiply_add(c[0], low, w.x, w.y);
-    multiply_add(c[1], high, w.z, w.w);
+    mma_bf16(c[0], low, w.x, w.y);
+    mma_bf16(c[1], high, w.z, w.w);
 }
 
 // sums [ITEMS][ROWS][TILE] = the items' sums, of rows [ROWS][ROW_STRIDE]. The warps have waited for their weights.
@@ -201,11 +201,11 @@ struct Head {
             const bf16* const from = weight + ((long long)tile * TILE + lane / COLUMNS) * M::DIM + at;
 #pragma unroll
             for (int s = 0; s < GROUP; s++)
-                copy_async_once(shared_address(ring + (place * GROUP + s) * WARP + lane), from + s * STEP,
+                cp_async_hint(shared_address(ring + (place * GROUP + s) * WARP + lane), from + s * STEP,
                                 M::DIM % STEP == 0 || at + s * STEP < M::DIM, policy);
             if (++group == GROUPS) group = 0, tile += WARPS * M::BLOCKS;
         }
-        commit_copies();  // an empty group at the end, so that a wait means the same all along
+        cp_async_commit();  // an empty group at the end, so that a wait means the same all along
     }
     void multiply(bf16* logits, int vocab, const bf16* rows) {
         const int lane = threadIdx.x % WARP, row = lane / COLUMNS, column = lane % COLUMNS;
@@ -216,7 +216,7 @@ struct Head {
             float c[2][4] = {};
 #pragma unroll
             for (int g = 0; g < GROUPS; g++) {
-                wait_copies<RING - 1>();
+                cp_async_wait<RING - 1>();
 #pragma unroll
                 for (int s = 0; s < GROUP; s++) {
                     const int at = (g * GROUP + s) * STEP;

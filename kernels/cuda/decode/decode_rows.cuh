@@ -11,7 +11,7 @@ inline float sum_of(const float (&x)[PART]) { return (x[0] + x[1]) + (x[2] + x[3
 template <typename M, int ROWS>
 struct Norm {
     static constexpr int DIM = M::DIM, PASSES = parts(DIM, PART * THREADS), USED = smaller(WARPS, parts(DIM, PART * WARP));
-    float2 of_warp[ROWS][USED];  // each warp's mean, and the sum of squares about it
+    float2 warp_partials[ROWS][USED];  // each warp's mean, and the sum of squares about it
 
     // How many elements a warp has.
     static constexpr int count(int warp) {
@@ -56,7 +56,7 @@ struct Norm {
                     if (begin + p * THREADS * PART < DIM) squares += sum_of(apart);
                 }
                 squares = warp_reduce(squares, Sum());
-                if (threadIdx.x % WARP == 0) of_warp[r][warp] = make_float2(mean, squares);
+                if (threadIdx.x % WARP == 0) warp_partials[r][warp] = make_float2(mean, squares);
             }
         }
         __syncthreads();  // the warps' statistics, written above, are read by all; and the rows of the product before are read no more
@@ -65,11 +65,11 @@ struct Norm {
             for (int r = 0; r < ROWS; r++) {
                 float mean = 0.0f, squares = 0.0f;
 #pragma unroll
-                for (int w = 0; w < USED; w++) mean = fmaf(of_warp[r][w].x, (float)count(w) / DIM, mean);
+                for (int w = 0; w < USED; w++) mean = fmaf(warp_partials[r][w].x, (float)count(w) / DIM, mean);
 #pragma unroll
                 for (int w = 0; w < USED; w++) {
-                    const float apart = of_warp[r][w].x - mean;
-                    squares += fmaf(__fmul_rn(apart, apart), (float)count(w), of_warp[r][w].y);
+                    const float apart = warp_partials[r][w].x - mean;
+                    squares += fmaf(__fmul_rn(apart, apart), (float)count(w), warp_partials[r][w].y);
                 }
                 const float rstd = rsqrtf(fmaf(squares, 1.0f / DIM, eps));
 #pragma unroll

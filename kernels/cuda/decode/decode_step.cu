@@ -12,7 +12,7 @@
 //         position_weight (context, C), table (context, 2, D / 2), norms (C,) fp32; linear weights (outputs, inputs) and biases of
 //         bf16, as are keys and values (layers, B, context, KV, D), norm (rows, C) and logits (rows, vocab). words: what blocks hand
 //         each other (inter_block.cuh): 1 + 2 rows numbers given, the stream (rows, C) fp32, qkv (rows, (H + 2 KV) D) and act (rows, F),
-//         two bf16 a word, and the shares of decode_shares.cuh.
+//         two bf16 a word, and the shares of decode_split_kv.cuh.
 // Work: a block on each multiprocessor goes through the phases norm1 and qkv | attention | proj | norm2 and up | down of each
 //       layer, and through norm and head, each as soon as it finds what the others have made before the |. It shares out a product as
 //       decode_model.cuh says; each block makes all of the product's input rows anew, in shared memory. The thread that owns an
@@ -36,7 +36,7 @@
 
 #include "activation.cuh"
 #include "decode_rows.cuh"
-#include "decode_shares.cuh"
+#include "decode_split_kv.cuh"
 #include "dependent_launch.cuh"
 
 // The tensors of the first layer; `stride` elements further lie those of the next, in the weights (bf16) as in the parameters (float).
@@ -62,7 +62,7 @@ struct Products {
         const bf16* const weight = model.weight[WHICH] + n / PRODUCTS * model.stride;
         unsigned char* const region = weights + Memory<M, ROWS, REGIONS>::begin(WHICH);
         if (n < model.layers * PRODUCTS) fetch_weights<Product<M, WHICH>>(region, weight, arrived[n % REGIONS], policy);
-        else commit_copies();  // an empty group, so that a wait means the same all along
+        else cp_async_commit();  // an empty group, so that a wait means the same all along
     }
     // rows, once make() has made them, times the weights of the n-th product: finish(result, a, b) gets a thread's pair of outputs. The
     // warp comes together, threads without a pair among it.
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     float* const sums = reinterpret_cast<float*>(memory + BYTES - Of::SUMS);
     const Products<M, ROWS, REGIONS> products = {model, memory, rows, sums, Barriers(shared_address(barriers)), evict_first()};
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) products.arrived.init(REGIONS, 1), fence_barrier_init();
+    if (threadIdx.x == 0) products.arrived.init(REGIONS, 1), fence_mbarrier_init();
 #endif
 
     const int asked = ask<ROWS>(tokens, start, length, count);
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             if (blockIdx.x == 0) *reinterpret_cast<uint2*>(norm + r * DIM + i) = x;
         });
     __syncthreads();  // the rows, written above, are read by all warps
-    let_next_start();  // when all blocks have come so far, and so are on the GPU. This kernel itself starts behind the end of others.
+    launch_dependents();  // when all blocks have come so far, and so are on the GPU. This kernel itself starts behind the end of others.
     head.multiply(logits, vocab, rows);
     tags.end(1 + last);
 }

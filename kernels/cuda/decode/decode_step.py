@@ -13,7 +13,11 @@ from kernels.cuda.runtime.vectors import VECTOR_BYTES
 MOST_ROWS = 4
 # The kernel's constants of these names.
 _WARP, _WARPS, _TILE, _STEP, _SHARES, _THREADS = 32, 12, 8, 32, 4, 384
-_REGIONS = (4, 2, 1)  # the first for which there is shared memory: the more, the further ahead weights are fetched
+_REGIONS = (
+    4,
+    2,
+    1,
+)  # the first for which there is shared memory: the more, the further ahead weights are fetched
 _STATIC_BYTES = 4096  # of shared memory, at most: the statistics of norms, and what is given
 
 _NORMS, _LINEARS = ("norm1", "norm2"), ("qkv", "proj", "up", "down")
@@ -54,7 +58,9 @@ def decode_step(
     Memory: of its own, kept by the device, 8 bytes for each word that blocks hand over.
     """
     c = config
-    assert logits.dtype == BF16 and tokens.size <= fused_rows(device, logits.dtype, c), f"decode_step: {tokens.size} rows"
+    assert logits.dtype == BF16 and tokens.size <= fused_rows(device, logits.dtype, c), (
+        f"decode_step: {tokens.size} rows"
+    )
     found = _template(c, tokens.size, device.processors, device.shared_bytes)
     assert found is not None
     template, shared_bytes = found
@@ -66,7 +72,11 @@ def decode_step(
     tensors |= {f"{name}_bias": parameters.get(f"blocks.0.{name}.bias") for name in _NORMS}
     tensors |= {f"{name}_bias": weights.get(f"blocks.0.{name}.bias") for name in _LINEARS}
     tensors |= {"norm_weight": parameters["norm.weight"], "norm_bias": parameters.get("norm.bias")}
-    tensors |= {"token_weight": parameters["tok.weight"], "position_weight": parameters.get("pos.weight"), "head_weight": head}
+    tensors |= {
+        "token_weight": parameters["tok.weight"],
+        "position_weight": parameters.get("pos.weight"),
+        "head_weight": head,
+    }
     arrays = (logits, norm, keys, values, *tensors.values())
     stride = _stride(c, weights, parameters)
     aligned = all(x is None or x.data.ptr % VECTOR_BYTES == 0 for x in arrays) and stride % _TILE == 0
@@ -123,22 +133,33 @@ def _shared_bytes(c: ModelConfig, rows: int, regions: int, blocks: int) -> int:
     products = _products(c, blocks)
     weights = sum(max(size for _, _, size in products[region::regions]) for region in range(regions))
     steps = -(-c.dim // _STEP)
-    weights = max(weights, _WARPS * next(group for group in (4, 2, 1) if steps % group == 0) * _WARP * VECTOR_BYTES)
-    sums, inputs = max(items for _, items, _ in products) * rows * _TILE * 4, rows * _row_bytes(max(c.dim, c.ffn))
+    weights = max(
+        weights, _WARPS * next(group for group in (4, 2, 1) if steps % group == 0) * _WARP * VECTOR_BYTES
+    )
+    sums, inputs = (
+        max(items for _, items, _ in products) * rows * _TILE * 4,
+        rows * _row_bytes(max(c.dim, c.ffn)),
+    )
     shares = (1 + 2 * rows) * c.head_dim * 2 + _WARPS * (c.head_dim + 2) * 4
     return weights + sums + max(inputs, shares)
 
 
 def _words(c: ModelConfig) -> int:
     """What is handed over: what is given, the stream, qkv, act, and of each share m and l, and o."""
-    row = c.dim + (c.heads + 2 * c.kv_heads) * c.head_dim // 2 + c.ffn // 2 + c.heads * _SHARES * (2 + c.head_dim)
+    row = (
+        c.dim
+        + (c.heads + 2 * c.kv_heads) * c.head_dim // 2
+        + c.ffn // 2
+        + c.heads * _SHARES * (2 + c.head_dim)
+    )
     return 2 + MOST_ROWS * (2 + row)
 
 
 def _stride(c: ModelConfig, weights: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
     """Elements from a tensor of one layer to that of the next, the same for all of them."""
     distances = {
-        (tensors[name.replace(".0.", f".{i}.", 1)].data.ptr - tensors[name].data.ptr) / (tensors[name].itemsize * i)
+        (tensors[name.replace(".0.", f".{i}.", 1)].data.ptr - tensors[name].data.ptr)
+        / (tensors[name].itemsize * i)
         for tensors, parts in ((weights, _LINEARS), (parameters, _NORMS))
         for name in (f"blocks.0.{part}.{kind}" for part in parts for kind in ("weight", "bias"))
         if name in tensors
@@ -150,7 +171,9 @@ def _stride(c: ModelConfig, weights: Mapping[str, Any], parameters: Mapping[str,
 
 def _examples() -> tuple[Template, ...]:
     """Of the many instances those that are compiled by tests: of GPT-2 and of an Euler model, and on GPUs that hold less."""
-    gpt2 = ModelConfig(50257, 12, 12, 12, 768, 3072, 1024, norm="layernorm", position="learned", mlp="gelu", bias=True)
+    gpt2 = ModelConfig(
+        50257, 12, 12, 12, 768, 3072, 1024, norm="layernorm", position="learned", mlp="gelu", bias=True
+    )
     euler = ModelConfig(4096, 16, 12, 4, 768, 2048, 512)
     small = ModelConfig(512, 4, 4, 2, 128, 344, 128)
     of_gpt2 = ((gpt2, 1, 132, 227), (gpt2, 4, 132, 227), (gpt2, 1, 128, 99), (gpt2, 4, 128, 99))

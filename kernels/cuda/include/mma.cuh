@@ -14,7 +14,7 @@
 //     a (16 x 8): row g of column t, row g + 8, row g of column t + 4, row g + 8 of it
 //     b (8 x 8):  rows t and t + 4 of column g
 //
-// A row of 16 bytes is 4 of them, so load_matrices loads these as it loads bf16: value[m] is row g, column t of matrix m.
+// A row of 16 bytes is 4 of them, so ldmatrix_x4 loads these as it loads bf16: value[m] is row g, column t of matrix m.
 #pragma once
 
 #include "copies.cuh"
@@ -22,7 +22,7 @@
 
 // Warp: four 8 x 8 matrices of bf16, lane i giving the address of row i % 8 of matrix i / 8. value[m]: row g, columns 2t and
 // 2t + 1 of matrix m.
-inline void load_matrices(unsigned (&value)[4], unsigned row) {
+inline void ldmatrix_x4(unsigned (&value)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
                  : "r"(row)
@@ -30,7 +30,7 @@ inline void load_matrices(unsigned (&value)[4], unsigned row) {
 }
 
 // Warp: the same of the transposed matrices, value[m]: rows 2t and 2t + 1 of column g.
-inline void load_matrices_transposed(unsigned (&value)[4], unsigned row) {
+inline void ldmatrix_x4_trans(unsigned (&value)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
                  : "r"(row)
@@ -38,14 +38,14 @@ inline void load_matrices_transposed(unsigned (&value)[4], unsigned row) {
 }
 
 // Warp: c += a b, bf16 factors, fp32 sums.
-inline void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+inline void mma_bf16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Warp: the same, tf32 factors.
-inline void multiply_add_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

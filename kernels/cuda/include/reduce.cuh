@@ -49,13 +49,13 @@ T warp_reduce(T value, Op op) {
 // All threads of a block of whole warps must call it. `identity` is what the op leaves a value unchanged with.
 template <typename Op, typename T>
 T block_reduce(T value, Op op, T identity) {
-    __shared__ T of_warp[WARP];
+    __shared__ T warp_partials[WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     value = warp_reduce(value, op);
     __syncthreads();  // separates these writes from the reads of an earlier call
-    if (lane == 0) of_warp[warp] = value;
+    if (lane == 0) warp_partials[warp] = value;
     __syncthreads();  // the warps' results, written above, are read below by all
-    value = lane < blockDim.x / WARP ? of_warp[lane] : identity;
+    value = lane < blockDim.x / WARP ? warp_partials[lane] : identity;
     return warp_reduce(value, op);
 }
 

@@ -65,10 +65,10 @@ void copy_row(T* to, const T* row, int dim) {
         const int column = row_column<SIZE>(v);
         if (column >= dim) continue;
         if constexpr (BYTES == 16) {
-            copy_async(shared_address(to + column), row + column, true);
+            cp_async(shared_address(to + column), row + column, true);
         } else if constexpr (BYTES == 32) {
-            copy_async_cached(shared_address(to + column), row + column);
-            copy_async_cached(shared_address(to + column + SIZE / 2), row + column + SIZE / 2);
+            cp_async_ca(shared_address(to + column), row + column);
+            cp_async_ca(shared_address(to + column + SIZE / 2), row + column + SIZE / 2);
         } else {
             to[column] = row[column];
         }
@@ -112,13 +112,13 @@ struct RowQueue {
             for (int a = 0; a < ARRAYS; a++)
                 if (from[a]) copy_row<SIZE, VECTORS>(held + (stage * ARRAYS + a) * dim, from[a] + start, dim);
         }
-        commit_copies();  // also where there is nothing to copy: the waits count groups
+        cp_async_commit();  // also where there is nothing to copy: the waits count groups
     }
 
     // Until `row` is there.
     void wait() const {
-        if (stages == 1) wait_copies<0>();
-        else wait_copies<1>();
+        if (stages == 1) cp_async_wait<0>();
+        else cp_async_wait<1>();
     }
 
     // The thread's v-th vector of the stream's `row`, and of array a's; zeros where there is no such array.
@@ -174,12 +174,12 @@ inline float2 row_sums(float a, float b) {
 }
 
 // A thread's sums for its columns over the rows that it saw, (VECTORS, SIZE), to the block's row of an array of `partial`, each of
-// which is (gridDim.x, dim). Where warps own rows, `of_warp`, shared memory of (blockDim.y, dim) floats, holds what is added up in
+// which is (gridDim.x, dim). Where warps own rows, `warp_partials`, shared memory of (blockDim.y, dim) floats, holds what is added up in
 // their order; it may be a RowQueue's that has come to its end.
 template <int SIZE, int VECTORS>
-void store_column_sums(float* partial, int array, float* of_warp, const float (&sums)[VECTORS][SIZE], int dim) {
+void store_column_sums(float* partial, int array, float* warp_partials, const float (&sums)[VECTORS][SIZE], int dim) {
     float* const row = partial + (long long)(array * gridDim.x + blockIdx.x) * dim;
-    float* const mine = blockDim.y == 1 ? row : of_warp + threadIdx.y * dim;
+    float* const mine = blockDim.y == 1 ? row : warp_partials + threadIdx.y * dim;
     __syncthreads();  // separates these writes from the reads of an earlier call and of a queue
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
@@ -190,7 +190,7 @@ void store_column_sums(float* partial, int array, float* of_warp, const float (&
     __syncthreads();  // the warps' sums, written above, are read below by all
     for (int i = threadIdx.y * WARP + threadIdx.x; i < dim; i += blockDim.y * WARP) {
         float sum = 0.0f;
-        for (int warp = 0; warp < blockDim.y; warp++) sum += of_warp[warp * dim + i];
+        for (int warp = 0; warp < blockDim.y; warp++) sum += warp_partials[warp * dim + i];
         row[i] = sum;
     }
 }

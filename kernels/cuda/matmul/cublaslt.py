@@ -12,7 +12,19 @@ one adds them up in place.
 """
 
 import ctypes
-from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from ctypes import (
+    byref,
+    c_float,
+    c_int,
+    c_int8,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    sizeof,
+)
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -101,7 +113,9 @@ def multiply(
     Raises:
         ValueError: the library is missing, or has no algorithm for the product.
     """
-    found = plan(device, out, a, b, transpose_a, transpose_b, accumulate, precision, epilogue, bias, aux, scales)
+    found = plan(
+        device, out, a, b, transpose_a, transpose_b, accumulate, precision, epilogue, bias, aux, scales
+    )
     found.run(device, out, a, b, bias=bias, aux=aux, scales=scales)
 
 
@@ -116,7 +130,9 @@ def plan(
     product = Product(m, n, k, *how, *batch)
     found = _PLANS.get(product)
     if found is None:
-        assert not device.stream.is_capturing(), f"cuBLASLt: {product} has to run once before a graph captures it"
+        assert not device.stream.is_capturing(), (
+            f"cuBLASLt: {product} has to run once before a graph captures it"
+        )
         assert a.shape == (*batch, *((k, m) if transpose_a else (m, k))), product
         assert b.shape == (*batch, *((n, k) if transpose_b else (k, n))), product
         assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), product
@@ -147,7 +163,10 @@ class Plan:
         self.product = product
         lib, p = _library(), product
         self._operation = c_void_p()
-        _check(lib.cublasLtMatmulDescCreate(byref(self._operation), _COMPUTE[p.precision], _TYPES[FLOAT]), "MatmulDescCreate")
+        _check(
+            lib.cublasLtMatmulDescCreate(byref(self._operation), _COMPUTE[p.precision], _TYPES[FLOAT]),
+            "MatmulDescCreate",
+        )
         self._set(_TRANSPOSE_FIRST, c_int32(int(p.transpose_b)))
         self._set(_TRANSPOSE_SECOND, c_int32(int(p.transpose_a)))
         self._set(_EPILOGUE, c_int32(_EPILOGUES[p.epilogue]))
@@ -166,7 +185,9 @@ class Plan:
         self.chosen = 0
 
     def _set(self, attribute: int, value: Any) -> None:
-        status = _library().cublasLtMatmulDescSetAttribute(self._operation, attribute, byref(value), sizeof(value))
+        status = _library().cublasLtMatmulDescSetAttribute(
+            self._operation, attribute, byref(value), sizeof(value)
+        )
         _check(status, "MatmulDescSetAttribute")
 
     def _point(self, bias: Any, aux: Any, scales: Scales) -> None:
@@ -203,10 +224,15 @@ class Plan:
         times: list[float] = []
         target = _scratch(out) if self.product.accumulate else out
         if target is not None and len(self.candidates) > 1:
-            works = [partial(self.run, device, target, a, b, i, out, bias, aux, scales) for i in range(len(self.candidates))]
+            works = [
+                partial(self.run, device, target, a, b, i, out, bias, aux, scales)
+                for i in range(len(self.candidates))
+            ]
             times = milliseconds(device, works)
             self.chosen = next(i for i, ms in enumerate(times) if ms <= _MARGIN * min(times))
-        choices.record(path, key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None})
+        choices.record(
+            path, key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None}
+        )
 
     def _offered(self) -> list[_Candidate]:
         lib, preference, count = _library(), c_void_p(), c_int()
@@ -215,10 +241,15 @@ class Plan:
         values: list[tuple[int, Any]] = [
             (_MAX_WORKSPACE, c_uint64(WORKSPACE_BYTES)),
             (_REDUCTION_SCHEMES, c_uint32(_REDUCE_IN_COMPUTE_TYPE)),
-            *((attribute, c_uint32(size)) for attribute, size in zip(_ALIGNMENTS, (b, a, out, out), strict=True)),
+            *(
+                (attribute, c_uint32(size))
+                for attribute, size in zip(_ALIGNMENTS, (b, a, out, out), strict=True)
+            ),
         ]
         for attribute, value in values:
-            status = lib.cublasLtMatmulPreferenceSetAttribute(preference, attribute, byref(value), sizeof(value))
+            status = lib.cublasLtMatmulPreferenceSetAttribute(
+                preference, attribute, byref(value), sizeof(value)
+            )
             _check(status, "MatmulPreferenceSetAttribute")
         offered = (_Candidate * _CANDIDATES)()
         status = lib.cublasLtMatmulAlgoGetHeuristic(
@@ -248,7 +279,9 @@ def _layout(dtype: np.dtype[Any], rows: int, columns: int, batch: int) -> c_void
     layout = c_void_p()
     status = _library().cublasLtMatrixLayoutCreate(byref(layout), _TYPES[dtype], rows, columns, rows)
     _check(status, "MatrixLayoutCreate")
-    for attribute, value in ((_BATCH_COUNT, c_int32(batch)), (_BATCH_OFFSET, c_int64(rows * columns))) if batch > 1 else ():
+    for attribute, value in (
+        ((_BATCH_COUNT, c_int32(batch)), (_BATCH_OFFSET, c_int64(rows * columns))) if batch > 1 else ()
+    ):
         status = _library().cublasLtMatrixLayoutSetAttribute(layout, attribute, byref(value), sizeof(value))
         _check(status, "MatrixLayoutSetAttribute")
     return layout

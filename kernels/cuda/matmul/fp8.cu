@@ -89,7 +89,7 @@ unsigned four(F of) {
 // Added up over a block's rows, of which a thread has those of a group: all threads must call it.
 template <int WARPS, int VECTORS>
 void sum_rows(float* to, const Packed<bf16, SIZE> (&x)[GROUP], int columns_left) {
-    __shared__ float of_warp[WARPS][VECTORS * SIZE];
+    __shared__ float warp_partials[WARPS][VECTORS * SIZE];
     const int vector = threadIdx.x % VECTORS;
 #pragma unroll
     for (int j = 0; j < SIZE; j++) {
@@ -98,13 +98,13 @@ void sum_rows(float* to, const Packed<bf16, SIZE> (&x)[GROUP], int columns_left)
         for (int i = 0; i < GROUP; i++) sum += x[i](j);
 #pragma unroll
         for (int offset = VECTORS; offset < WARP; offset *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
-        if (threadIdx.x % WARP < VECTORS) of_warp[threadIdx.x / WARP][vector * SIZE + j] = sum;
+        if (threadIdx.x % WARP < VECTORS) warp_partials[threadIdx.x / WARP][vector * SIZE + j] = sum;
     }
     __syncthreads();  // the warps' sums, written above, are read below by others
     if (threadIdx.x >= VECTORS * SIZE || threadIdx.x >= columns_left) return;
     float total = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) total += of_warp[warp][threadIdx.x];
+    for (int warp = 0; warp < WARPS; warp++) total += warp_partials[warp][threadIdx.x];
     to[threadIdx.x] = total;
 }
 

@@ -16,7 +16,14 @@ _BLOCKS_A_PROCESSOR = 4  # of _SCALE: as many threads as a Hopper GPU's holds
 
 
 def fp8(
-    device: Device, out: Array, transposed: Array, scale: Array, most: Array | None, inp: Array, *, measure: bool
+    device: Device,
+    out: Array,
+    transposed: Array,
+    scale: Array,
+    most: Array | None,
+    inp: Array,
+    *,
+    measure: bool,
 ) -> None:
     """See kernels.cpu.fp8.fp8; inp is bf16, and its columns and transposed's are multiples of 16.
 
@@ -25,17 +32,35 @@ def fp8(
     if measure:
         vectors = inp.size // _SIZE
         blocks = min(-(-vectors // (_SCALE_BLOCK * _UNDER_WAY)), _BLOCKS_A_PROCESSOR * device.processors)
-        device.launch(_SCALE, (), blocks, _SCALE_BLOCK, scale=scale, inp=inp, finished=device.finished[:2], vectors=vectors)
+        device.launch(
+            _SCALE,
+            (),
+            blocks,
+            _SCALE_BLOCK,
+            scale=scale,
+            inp=inp,
+            finished=device.finished[:2],
+            vectors=vectors,
+        )
     _cast(device, _NUMBERS, out, transposed, scale, most, inp)
 
 
-def fp8_gelu_forward(device: Device, out: Array, transposed: Array, scale: Array, most: Array, up: Array) -> None:
+def fp8_gelu_forward(
+    device: Device, out: Array, transposed: Array, scale: Array, most: Array, up: Array
+) -> None:
     """fp8, not measured, of what gelu_forward makes of up."""
     _cast(device, _GELU, out, transposed, scale, most, up)
 
 
 def fp8_gelu_backward(
-    device: Device, out: Array, transposed: Array, scale: Array, most: Array, partial: Array, dout: Array, up: Array
+    device: Device,
+    out: Array,
+    transposed: Array,
+    scale: Array,
+    most: Array,
+    partial: Array,
+    dout: Array,
+    up: Array,
 ) -> None:
     """fp8, unmeasured, of what gelu_backward makes of dout and up, and its sums over ROWS rows each: partial (1, n, F)."""
     _cast(device, _GELU_BACKWARD, out, transposed, scale, most, dout, partial, up)

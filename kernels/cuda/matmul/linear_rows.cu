@@ -18,7 +18,7 @@ constexpr int WARPS = 4, PARTS = 4;
 template <typename T, int SIZE, int ROWS>
 __global__ void __launch_bounds__(WARPS * WARP, 2)
     linear_rows(T* out, const T* inp, const T* weight, const T* bias, int pairs, int outputs, int inputs) {
-    __shared__ float of_warp[WARPS][2][ROWS];
+    __shared__ float warp_partials[WARPS][2][ROWS];
     const int lane = threadIdx.x, step = blockDim.y * WARP * SIZE, begin = (threadIdx.y * WARP + lane) * SIZE;
     int pair = blockIdx.x * blockDim.z + threadIdx.z;
     Packed<T, SIZE> w[2][PARTS];
@@ -35,10 +35,10 @@ __global__ void __launch_bounds__(WARPS * WARP, 2)
             }
     };
 
-    let_next_start();
+    launch_dependents();
     load(begin);
     if (bias && lane < 2) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + min(2 * pair + lane, outputs - 1)));
-    wait_for_previous();
+    grid_dependency_wait();
     // A block's warps go round equally often, for they meet at barriers.
     for (int block = blockIdx.x; block * blockDim.z < pairs; block += gridDim.x) {
         float sums[2][ROWS] = {};
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(WARPS * WARP, 2)
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 const float sum = warp_reduce(sums[o][r], Sum());
-                if (lane == 0) of_warp[threadIdx.z * blockDim.y + threadIdx.y][o][r] = sum;
+                if (lane == 0) warp_partials[threadIdx.z * blockDim.y + threadIdx.y][o][r] = sum;
             }
         __syncthreads();  // the warps' shares, written above, are added up below, a lane a row
         if (threadIdx.y == 0 && lane < ROWS) {
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(WARPS * WARP, 2)
             for (int o = 0; o < 2; o++) {
                 if (done + o >= outputs) continue;
                 float sum = bias ? to_float(bias[done + o]) : 0.0f;
-                for (int warp = 0; warp < blockDim.y; warp++) sum += of_warp[threadIdx.z * blockDim.y + warp][o][lane];
+                for (int warp = 0; warp < blockDim.y; warp++) sum += warp_partials[threadIdx.z * blockDim.y + warp][o][lane];
                 out[(long long)lane * outputs + done + o] = from_float<T>(sum);
             }
         }

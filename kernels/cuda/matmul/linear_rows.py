@@ -6,7 +6,8 @@ from kernels.cuda.runtime.vectors import VECTOR_TEMPLATES, vector_size
 
 MOST_ROWS = 4
 _LINEAR = Kernel(
-    "matmul/linear_rows.cu", "linear_rows",
+    "matmul/linear_rows.cu",
+    "linear_rows",
     tuple((*t, rows) for t in VECTOR_TEMPLATES for rows in range(1, MOST_ROWS + 1)),
     dependent_launch=True,
 )

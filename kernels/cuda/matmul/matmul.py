@@ -1,4 +1,4 @@
-"""The product of every linear layer by one of two backends, `device.matmul`: cublaslt, or own, the kernels written here.
+"""The product of every linear layer by one of two backends, `device.matmul`: cublaslt, or custom, the kernels written here.
 
     own       bf16 by matmul_mma.cu, on tensor cores; fp32 by matmul_tiled.cu. With tf32 it too multiplies fp32 as it is.
     cublaslt  see cublaslt.py. With fp32 it multiplies fp32 as it is, with tf32 the factors rounded to 10 bits.
@@ -18,7 +18,11 @@ from kernels.cuda.runtime.vectors import vector_size
 # (type of the result; whether the sum runs along the rows of a, of b; whether 16 bytes are copied at once): the three products,
 # and Muon's of a matrix with itself, which it goes on with in bf16.
 _LAYOUTS = ((BF16, True, True), (BF16, True, False), (FLOAT, False, False), (BF16, False, False))
-_MMA = Kernel("matmul/matmul_mma.cu", "matmul_mma", tuple((*layout, wide) for layout in _LAYOUTS for wide in (True, False)))
+_MMA = Kernel(
+    "matmul/matmul_mma.cu",
+    "matmul_mma",
+    tuple((*layout, wide) for layout in _LAYOUTS for wide in (True, False)),
+)
 _TILED = Kernel("matmul/matmul_tiled.cu", "matmul_tiled", tuple(layout[1:] for layout in _LAYOUTS[:3]))
 # The kernels' TILE and THREADS, and the bytes of _MMA's stages.
 _TILE = 128
@@ -46,7 +50,15 @@ def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = 
 
 
 def matmul_backward(
-    device: Device, dinp: Any, dweight: Any, dout: Any, inp: Any, weight: Any, *, add_dinp: bool = False, add_dweight: bool = True
+    device: Device,
+    dinp: Any,
+    dweight: Any,
+    dout: Any,
+    inp: Any,
+    weight: Any,
+    *,
+    add_dinp: bool = False,
+    add_dweight: bool = True,
 ) -> None:
     """See kernels.cpu.matmul.matmul_backward. dweight is fp32, all else T; dinp is rounded once, also where it accumulates."""
     if isinstance(weight, Fp8Weight):
@@ -68,7 +80,14 @@ def input_gradient(device: Device, dinp: Any, dout: Any, weight: Any, add: bool)
 
 
 def multiply(
-    device: Device, out: Any, a: Any, b: Any, *, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False
+    device: Device,
+    out: Any,
+    a: Any,
+    b: Any,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    accumulate: bool = False,
 ) -> None:
     """out (m, n) (+)= op(a) @ op(b); or, all three with one more extent in front, that many such products."""
     if device.matmul == "cublaslt":
@@ -81,7 +100,13 @@ def multiply(
 
 
 def multiply_own(
-    device: Device, out: Any, a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False
+    device: Device,
+    out: Any,
+    a: Any,
+    b: Any,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    accumulate: bool = False,
 ) -> None:
     """out (m, n) (+)= op(a) @ op(b) by our own kernel. Few rows take as long as a whole tile of them."""
     (m, n), k = out.shape, a.shape[0 if transpose_a else 1]
@@ -90,7 +115,10 @@ def multiply_own(
     if a.dtype == FLOAT:
         device.launch(_TILED, (not transpose_a, transpose_b), blocks, _TILED_THREADS, **given)
         return
-    wide = all(array.shape[1] * BF16.itemsize % _WIDE_BYTES == 0 and array.data.ptr % _WIDE_BYTES == 0 for array in (a, b))
+    wide = all(
+        array.shape[1] * BF16.itemsize % _WIDE_BYTES == 0 and array.data.ptr % _WIDE_BYTES == 0
+        for array in (a, b)
+    )
     wide = wide and n % 2 == 0 and out.data.ptr % (2 * out.dtype.itemsize) == 0  # pairs are stored at once
     template = (out.dtype, not transpose_a, transpose_b, wide)
     device.launch(_MMA, template, blocks, _MMA_THREADS, shared_bytes=_MMA_SHARED_BYTES, **given)

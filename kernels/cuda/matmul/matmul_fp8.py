@@ -68,12 +68,22 @@ def cast_weight(device: Device, weight: Fp8Weight) -> None:
 def fp8_forward(device: Device, out: Any, inp: Any, weight: Fp8Weight, bias: Any) -> None:
     """out, bf16, = inp @ weight^T (+ bias) of both factors' casts; one rounding."""
     _, cast = device.workspace(_RESERVED, (inp.shape, E4M3))
-    fp8(device, cast, _saved(weight, len(inp)), weight.inp_scale, weight.inp_most, inp, measure=device.measuring)
+    fp8(
+        device,
+        cast,
+        _saved(weight, len(inp)),
+        weight.inp_scale,
+        weight.inp_most,
+        inp,
+        measure=device.measuring,
+    )
     epilogue = "" if bias is None else "bias"
     _multiply(device, out, cast, weight.out, (weight.inp_scale, weight.scale), epilogue, bias)
 
 
-def fp8_backward(device: Device, dinp: Any, dweight: Any, dout: Any, weight: Fp8Weight, add_dweight: bool) -> None:
+def fp8_backward(
+    device: Device, dinp: Any, dweight: Any, dout: Any, weight: Fp8Weight, add_dweight: bool
+) -> None:
     """matmul_backward of the factors' casts; the input is that of the last fp8_forward with this weight."""
     cast, turned, _ = _of_gradient(device, dout)
     fp8(device, cast, turned, weight.dout_scale, weight.dout_most, dout, measure=device.measuring)
@@ -122,7 +132,12 @@ def fp8_mlp_backward(
 
 def workspace_bytes(rows: int, outputs: int, inputs: int) -> int:
     """What these products need of the workspace."""
-    return cublaslt.WORKSPACE_BYTES + (rows + MULTIPLE) * max(2 * outputs, inputs) + 4 * outputs * (rows // ROWS + 1) + 4 * 256
+    return (
+        cublaslt.WORKSPACE_BYTES
+        + (rows + MULTIPLE) * max(2 * outputs, inputs)
+        + 4 * outputs * (rows // ROWS + 1)
+        + 4 * 256
+    )
 
 
 def _saved(weight: Fp8Weight, rows: int) -> Any:
@@ -139,10 +154,14 @@ def _of_gradient(device: Device, dout: Any) -> tuple[Any, Any, Any]:
     return cast, turned, partial
 
 
-def _backward(device: Device, dinp: Any, dweight: Any, cast: Any, turned: Any, weight: Fp8Weight, add_dweight: bool) -> None:
+def _backward(
+    device: Device, dinp: Any, dweight: Any, cast: Any, turned: Any, weight: Fp8Weight, add_dweight: bool
+) -> None:
     """Both products of a gradient that is cast."""
     saved, scales = _saved(weight, len(cast)), (weight.dout_scale, weight.inp_scale)
-    cublaslt.multiply(device, dweight, turned, saved, False, True, add_dweight, "fp8", scales=scales)  # in fp32, the longest
+    cublaslt.multiply(
+        device, dweight, turned, saved, False, True, add_dweight, "fp8", scales=scales
+    )  # in fp32, the longest
     _multiply(device, dinp, cast, weight.transposed, (weight.dout_scale, weight.scale))
 
 

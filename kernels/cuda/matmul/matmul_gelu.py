@@ -16,7 +16,10 @@ from kernels.cuda.runtime.vectors import vector_size
 from kernels.cuda.sum_rows import add_rows
 
 _SIZE = 8  # elements that the library's rows are multiples of here
-_WIDTHS = (192, 128)  # of a tile; the wider moves fewer bytes for its products, the narrower takes every width
+_WIDTHS = (
+    192,
+    128,
+)  # of a tile; the wider moves fewer bytes for its products, the narrower takes every width
 _INSTANCES = tuple((backward, width) for backward in (False, True) for width in _WIDTHS)
 _HOPPER = Kernel("matmul/matmul_gelu_hopper.cu", "matmul_gelu", _INSTANCES, hopper=True)
 # The kernel's ROWS, BOX, threads, CLUSTER, a warpgroup's warps, and shared memory: 28 boxes, in stages and places, and barriers.
@@ -57,7 +60,9 @@ def matmul_gelu_backward(
         return
     if _gelu_in_product(device, dup, up, None):
         weight_gradient(device, dweight, dout, act, add_dweight)
-        cublaslt.multiply(device, dup, dout, weight, False, False, False, device.precision, "gelu backward", None, up)
+        cublaslt.multiply(
+            device, dup, dout, weight, False, False, False, device.precision, "gelu backward", None, up
+        )
     else:
         matmul_backward(device, dup, dweight, dout, act, weight, add_dweight=add_dweight)
         gelu_backward(device, dup, dup, up)
@@ -77,7 +82,9 @@ def _by_hopper(device: Device, up: Any, inp: Any) -> bool:
     return device.arch == "sm_90" and up.dtype == BF16 and whole
 
 
-def _launch(device: Device, backward: bool, up: Any, out: Any, inp: Any, weight: Any, bias: Any, partial: Any) -> None:
+def _launch(
+    device: Device, backward: bool, up: Any, out: Any, inp: Any, weight: Any, bias: Any, partial: Any
+) -> None:
     """Clusters of two blocks; no more than there are pairs of tiles."""
     (m, n), k = up.shape, inp.shape[1]
     width = next((width for width in _WIDTHS if n % width == 0), _WIDTHS[-1])

@@ -42,7 +42,7 @@ struct Layout {
         full.init(STAGES, 1);
         empty.init(STAGES, CLUSTER * WARPGROUP / WARP);
         up_full.init(GROUPS * PLACES, 1);
-        fence_barrier_init();
+        fence_mbarrier_init();
     }
 };
 
@@ -77,11 +77,11 @@ void copy_factors(const Layout<WIDTH>& at, const TensorMap& a_map, const TensorM
             const unsigned stage = step % at.STAGES, full = at.full[stage], place = at.factors + stage * at.STAGE_BYTES;
             wait(at.empty[stage], step / at.STAGES % 2 ^ 1);
             arrive_expecting(full, at.STAGE_BYTES);
-            load_box_to((1 << CLUSTER) - 1, place + rank * BOX_BYTES, a_map, full, term, 0, tiles.row + rank * BOX, 0);
+            tma_load_multicast((1 << CLUSTER) - 1, place + rank * BOX_BYTES, a_map, full, term, 0, tiles.row + rank * BOX, 0);
 #pragma unroll
             for (int side = 0; side < at.SIDES; side++) {
                 const int column = tiles.column + side * BOX;
-                load_box(place + (HALVES + side) * BOX_BYTES, b_map, full, BACKWARD ? column : term, 0, BACKWARD ? term : column, 0);
+                tma_load(place + (HALVES + side) * BOX_BYTES, b_map, full, BACKWARD ? column : term, 0, BACKWARD ? term : column, 0);
             }
         }
 }
@@ -109,8 +109,8 @@ void store_gelu(float (&sum)[HALVES][WIDTH / 2], unsigned own, const TensorMap& 
 #pragma unroll
             for (int j = 0; j < 8; j++)
                 shift[j] = *reinterpret_cast<const unsigned*>(bias + column + j * 8 + threadIdx.x % 4 * 2);
-        if (thread == 0) wait_stores_read<1>();
-        sync_threads(OWN + group, WARPGROUP);  // the places are free
+        if (thread == 0) bulk_wait_read<1>();
+        named_barrier_sync(OWN + group, WARPGROUP);  // the places are free
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int i = side * 4 + k;
@@ -122,12 +122,12 @@ void store_gelu(float (&sum)[HALVES][WIDTH / 2], unsigned own, const TensorMap& 
             round_fragment(fragment, sum[half], i);
             store_fragment(act, k, fragment);
         }
-        fence_async();
-        sync_threads(OWN + group, WARPGROUP);  // both, written above by all, are copied by one
+        fence_async_proxy();
+        named_barrier_sync(OWN + group, WARPGROUP);  // both, written above by all, are copied by one
         if (thread == 0) {
-            store_box(up_map, up, column, 0, tiles.row + half * BOX, 0);
-            store_box(act_map, act, column, 0, tiles.row + half * BOX, 0);
-            commit_stores();
+            tma_store(up_map, up, column, 0, tiles.row + half * BOX, 0);
+            tma_store(act_map, act, column, 0, tiles.row + half * BOX, 0);
+            bulk_commit();
         }
     }
 }
@@ -169,7 +169,7 @@ template <int WIDTH>
 void load_up(const Layout<WIDTH>& at, const TensorMap& up_map, const Tiles<WIDTH>& tiles, int part, unsigned count) {
     const unsigned place = threadIdx.x / WARPGROUP * PLACES + count % PLACES;
     arrive_expecting(at.up_full[place], BOX_BYTES);
-    load_box(at.own + place * BOX_BYTES, up_map, at.up_full[place], tiles.column + part / HALVES * BOX, 0,
+    tma_load(at.own + place * BOX_BYTES, up_map, at.up_full[place], tiles.column + part / HALVES * BOX, 0,
              tiles.row + part % HALVES * BOX, 0);
 }
 
@@ -188,18 +188,18 @@ void store_gelu_gradient(float (&sum)[HALVES][WIDTH / 2], const Layout<WIDTH>& a
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             unsigned fragment[4];
-            load_matrices(fragment, tile + row * TILE_ROW_BYTES + ((2 * k + lane / 16) ^ lane % 8) * 16);
+            ldmatrix_x4(fragment, tile + row * TILE_ROW_BYTES + ((2 * k + lane / 16) ^ lane % 8) * 16);
             change(sum[half], side * 4 + k, [&](float d, int e) { return d * gelu_slope(of_pair(fragment[e / 2], e % 2)); });
             round_fragment(fragment, sum[half], side * 4 + k);
             store_fragment(tile, k, fragment);
         }
-        fence_async();
-        sync_threads(OWN + group, WARPGROUP);  // dup, written above by all, is copied by one
+        fence_async_proxy();
+        named_barrier_sync(OWN + group, WARPGROUP);  // dup, written above by all, is copied by one
         if (thread == 0) {
-            store_box(dup_map, tile, tiles.column + side * BOX, 0, tiles.row + half * BOX, 0);
-            commit_stores();
+            tma_store(dup_map, tile, tiles.column + side * BOX, 0, tiles.row + half * BOX, 0);
+            bulk_commit();
             if (part > 0 && part - 1 + PLACES < PARTS) {
-                wait_stores_read<1>();  // the part before has left
+                bulk_wait_read<1>();  // the part before has left
                 load_up(at, up_map, tiles, part - 1 + PLACES, count - 1 + PLACES);
             }
         }
@@ -216,7 +216,7 @@ void multiply(const Layout<WIDTH>& at, const TensorMap& up_map, const TensorMap&
     float sum[HALVES][WIDTH / 2] = {};
     unsigned step = 0, count = 0;
     const auto release = [&](unsigned step) {
-        if (lane < CLUSTER) arrive_at(at.empty[step % STAGES], lane);
+        if (lane < CLUSTER) arrive_remote(at.empty[step % STAGES], lane);
     };
     for (int number = 0; tiles.take(); number++) {
         if (number % GROUPS != group) {
@@ -224,30 +224,30 @@ void multiply(const Layout<WIDTH>& at, const TensorMap& up_map, const TensorMap&
             continue;
         }
         if (BACKWARD && thread == 0) {
-            wait_stores_read();  // the last tile has left
+            bulk_wait_read();  // the last tile has left
 #pragma unroll
             for (int part = 0; part < PLACES; part++) load_up(at, up_map, tiles, part, count + part);
         }
-        if (number > 0) sync_threads(TURNS + group, GROUPS * WARPGROUP);
+        if (number > 0) named_barrier_sync(TURNS + group, GROUPS * WARPGROUP);
         for (int i = 0; i < steps; i++, step++) {
             const unsigned place = at.factors + step % STAGES * at.STAGE_BYTES;
             const unsigned long long a = tile_descriptor(place), b = tile_descriptor(place + HALVES * BOX_BYTES, BOX_BYTES);
             wait(at.full[step % STAGES], step / STAGES % 2);
-            if (i == turn && tiles.more()) arrive_threads(TURNS + 1 - group, GROUPS * WARPGROUP);
-            fence_products();
+            if (i == turn && tiles.more()) named_barrier_arrive(TURNS + 1 - group, GROUPS * WARPGROUP);
+            wgmma_fence();
 #pragma unroll
             for (int term = 0; term < DEPTH / 16; term++)
 #pragma unroll
                 for (int half = 0; half < HALVES; half++)
-                    multiply_tiles<false, BACKWARD>(sum[half], advance(a, half * BOX_BYTES + term * 32),
+                    wgmma_ss<false, BACKWARD>(sum[half], advance(a, half * BOX_BYTES + term * 32),
                                                     advance(b, term * (BACKWARD ? 16 * TILE_ROW_BYTES : 32)), i + term > 0);
-            commit_products();
-            wait_products<1>();
+            wgmma_commit();
+            wgmma_wait<1>();
             if (i > 0) release(step - 1);
         }
-        wait_products<0>();
+        wgmma_wait<0>();
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) hold(sum[half]);
+        for (int half = 0; half < HALVES; half++) warpgroup_fence_operand(sum[half]);
         release(step - 1);
         if constexpr (BACKWARD) {
             store_gelu_gradient(sum, at, up_map, out_map, tiles, count);
@@ -258,7 +258,7 @@ void multiply(const Layout<WIDTH>& at, const TensorMap& up_map, const TensorMap&
             store_gelu(sum, at.own + group * PLACES * BOX_BYTES, up_map, out_map, bias, tiles, n);
         }
     }
-    if (thread == 0) wait_stores();  // they read this block's memory
+    if (thread == 0) bulk_wait();  // they read this block's memory
 }
 
 // Grid: clusters of CLUSTER blocks, one block a multiprocessor. up is what is stored (forward) or read (backward), out act or dup.
@@ -275,10 +275,10 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((GROUPS + 1) *
     const int warp = warp_number() - GROUPS * WARPGROUP / WARP;
     const Tiles<WIDTH> tiles(m, n);
     if (warp < 0) {
-        take_registers<240>();
+        warpgroup_reg_alloc<240>();
         multiply<BACKWARD>(at, up_map, out_map, bias, partial, tiles, m, n, k);
     } else {
-        give_registers<24>();
+        warpgroup_reg_dealloc<24>();
         if (warp == 0 && threadIdx.x % WARP == 0) copy_factors<BACKWARD>(at, a_map, b_map, tiles, k);
     }
     __syncwarp();    // one thread copied

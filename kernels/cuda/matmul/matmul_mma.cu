@@ -51,10 +51,10 @@ struct Tile {
         const int lane = threadIdx.x % WARP, low = lane % 16, high = lane / 16;
         Fragment f;
         if (ALONG_K) {
-            load_matrices(f.part, shared_address(tile + place(outer + low, k / CHUNK + high)));
+            ldmatrix_x4(f.part, shared_address(tile + place(outer + low, k / CHUNK + high)));
         } else {
             const int row = k + high * 8 + lane % 8, chunk = outer / CHUNK + low / 8;
-            load_matrices_transposed(f.part, shared_address(tile + place(row, chunk)));
+            ldmatrix_x4_trans(f.part, shared_address(tile + place(row, chunk)));
         }
         return f;
     }
@@ -89,7 +89,7 @@ struct Loader {
             const bf16* chunk = from + copy * APART * row_size;
             const bool inside = i < outer_count && j < k_count;  // of the first element; where WIDE, of all
             if (WIDE) {
-                copy_async(shared_address(target), chunk, inside);
+                cp_async(shared_address(target), chunk, inside);
             } else {
                 const int left = !inside ? 0 : ALONG_K ? k_count - j : outer_count - i;
                 for (int e = 0; e < CHUNK; e++) target[e] = e < left ? chunk[e] : from_float<bf16>(0.0f);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(THREADS, 2) matmul_mma(Out* out, const bf16* a
             load_a.load(buffer, step * DEPTH);
             load_b.load(buffer + TILE * DEPTH, step * DEPTH);
         }
-        commit_copies();  // also where there is nothing, so that each step is one commit
+        cp_async_commit();  // also where there is nothing, so that each step is one commit
     };
     for (int step = 0; step < STAGES - 1; step++) load(step);
 
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(THREADS, 2) matmul_mma(Out* out, const bf16* a
     const int warp_row = warp / 2 * WARP_TILE, warp_column = warp % 2 * WARP_TILE;
     float sums[ROW_BLOCKS][2 * COLUMN_PAIRS][4] = {};
     for (int step = 0; step < steps; step++) {
-        wait_copies<STAGES - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncthreads();  // this step's tiles are whole for all, and all have left the buffer of the step before, filled next
         load(step + STAGES - 1);
         const bf16* tile_a = buffers + step % STAGES * (2 * TILE * DEPTH);
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(THREADS, 2) matmul_mma(Out* out, const bf16* a
             for (int i = 0; i < ROW_BLOCKS; i++)
 #pragma unroll
                 for (int j = 0; j < 2 * COLUMN_PAIRS; j++)
-                    multiply_add(sums[i][j], left[i].part, right[j / 2].part[j % 2], right[j / 2].part[j % 2 + 2]);
+                    mma_bf16(sums[i][j], left[i].part, right[j / 2].part[j % 2], right[j / 2].part[j % 2 + 2]);
         }
     }
 

@@ -28,7 +28,9 @@ def record(path: Path, key: str, choice: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
             unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-            unfinished.write_text(json.dumps({**recorded(path), key: choice}, indent=1) + "\n", encoding="utf-8")
+            unfinished.write_text(
+                json.dumps({**recorded(path), key: choice}, indent=1) + "\n", encoding="utf-8"
+            )
             unfinished.replace(path)
     except OSError as error:
         cure = "make room there or set NANOEULER_CACHE to another folder"

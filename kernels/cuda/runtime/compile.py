@@ -56,7 +56,9 @@ def compile_instance(source: str, instance: str, arch: str) -> Compiled:
         ValueError: NVRTC or the CUDA headers are missing, or the code does not compile; the message holds the log.
     """
     options = (*OPTIONS, f"-arch={arch}")
-    digest = hashlib.sha256("\0".join((_sources(source), instance, *options, str(_version()))).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(
+        "\0".join((_sources(source), instance, *options, str(_version()))).encode()
+    ).hexdigest()[:32]
     code, notes = (user_cache() / "cuda" / f"{digest}.{suffix}" for suffix in ("cubin", "json"))
     if code.is_file() and notes.is_file():
         fields = json.loads(notes.read_text(encoding="utf-8"))
@@ -125,23 +127,37 @@ def _check(status: int, call: str) -> None:
 def _compile(source: str, instance: str, options: tuple[str, ...]) -> Compiled:
     nvrtc, program, name, path = _nvrtc(), ctypes.c_void_p(), instance.encode(), FOLDER / source
     text = path.read_bytes()
-    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), 0, None, None), "nvrtcCreateProgram")
+    _check(
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), 0, None, None),
+        "nvrtcCreateProgram",
+    )
     try:
         _check(nvrtc.nvrtcAddNameExpression(program, name), "nvrtcAddNameExpression")
-        flags = [option.encode() for option in (*options, *(f"-I{folder}" for folder in (path.parent, INCLUDE, _headers())))]
+        flags = [
+            option.encode()
+            for option in (*options, *(f"-I{folder}" for folder in (path.parent, INCLUDE, _headers())))
+        ]
         status = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
         log = _output(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
         if status:
-            raise ValueError(f"CUDA: {source} does not compile as {instance} with {' '.join(options)}:\n{log}")
+            raise ValueError(
+                f"CUDA: {source} does not compile as {instance} with {' '.join(options)}:\n{log}"
+            )
         symbol = ctypes.c_char_p()
         _check(nvrtc.nvrtcGetLoweredName(program, name, ctypes.byref(symbol)), "nvrtcGetLoweredName")
         assert symbol.value is not None
         # A file's kernels that are no templates are compiled beside the instance; remarks on it may come before its report.
-        own = log.partition(f"Compiling entry function '{symbol.value.decode()}'")[2].partition("Compiling entry function")[0]
+        own = log.partition(f"Compiling entry function '{symbol.value.decode()}'")[2].partition(
+            "Compiling entry function"
+        )[0]
         spills = [int(number) for number in re.findall(r"(\d+) bytes spill", own)]
         registers = [int(number) for number in re.findall(r"Used (\d+) registers", own)]
-        warnings = tuple(line for line in log.splitlines() if "warning" in line.lower() or "Performance Loss" in line)
-        return Compiled(symbol.value.decode(), _output(program, "CUBIN"), max(registers), sum(spills), warnings)
+        warnings = tuple(
+            line for line in log.splitlines() if "warning" in line.lower() or "Performance Loss" in line
+        )
+        return Compiled(
+            symbol.value.decode(), _output(program, "CUBIN"), max(registers), sum(spills), warnings
+        )
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -16,7 +16,12 @@ from kernels.cuda.runtime.driver import driver
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute: its number, and a union of 64 bytes of which only an int is used here."""
 
-    _fields_ = (("number", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_byte * 60))
+    _fields_ = (
+        ("number", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_byte * 60),
+    )
 
 
 class _Config(ctypes.Structure):
@@ -32,7 +37,12 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 def launch_dependent(
-    function: int, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], shared_bytes: int, stream: int
+    function: int,
+    grid: Sequence[int],
+    block: Sequence[int],
+    arguments: Sequence[Any],
+    shared_bytes: int,
+    stream: int,
 ) -> None:
     """Launch a driver's function; arguments as kernels.cuda.runtime.launch.arguments gives them.
 

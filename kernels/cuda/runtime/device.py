@@ -40,7 +40,9 @@ class Device:
         try:
             count = runtime.getDeviceCount()
         except runtime.CUDARuntimeError as error:
-            raise ValueError(f"runtime.device: there is no CUDA GPU with a driver for CUDA 13 ({error}); set it to cpu") from None
+            raise ValueError(
+                f"runtime.device: there is no CUDA GPU with a driver for CUDA 13 ({error}); set it to cpu"
+            ) from None
         if not count:
             raise ValueError("runtime.device: no CUDA GPU is visible; set it to cpu")
         self._device = cupy.cuda.Device()
@@ -48,7 +50,9 @@ class Device:
         capability = properties["major"], properties["minor"]
         self.model = properties["name"].decode()
         if capability < OLDEST:
-            raise ValueError(f"runtime.device: {self.model} is too old ({capability}, needed is {OLDEST}); set it to cpu")
+            raise ValueError(
+                f"runtime.device: {self.model} is too old ({capability}, needed is {OLDEST}); set it to cpu"
+            )
         self.arch, self._dependent_launches = f"sm_{capability[0]}{capability[1]}", capability >= (9, 0)
         self.processors = int(properties["multiProcessorCount"])
         self.shared_bytes = int(properties["sharedMemPerBlockOptin"])  # the most that a block may have
@@ -134,7 +138,9 @@ class Device:
         views, offset = [], 0
         for shape, dtype in parts:
             size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            assert offset + size <= self._workspace.size, f"workspace: {offset + size} of {self._workspace.size} bytes"
+            assert offset + size <= self._workspace.size, (
+                f"workspace: {offset + size} of {self._workspace.size} bytes"
+            )
             views.append(self._workspace[offset : offset + size].view(dtype).reshape(shape))
             offset += -(-size // 256) * 256
         return views
@@ -156,7 +162,9 @@ class Device:
             host = np.broadcast_to(host, target.shape)
         if target.dtype == BF16 and host.dtype != BF16:
             host = to_bf16(host)
-        target.set(np.ascontiguousarray(host, target.dtype).reshape(target.shape), self.stream)  # 0-d arrays became 1-d
+        target.set(
+            np.ascontiguousarray(host, target.dtype).reshape(target.shape), self.stream
+        )  # 0-d arrays became 1-d
 
     def download(self, array: Any) -> Array:
         """A host copy of a device array, bf16 as fp32."""
@@ -176,7 +184,14 @@ class Device:
         width = source.shape[1] * source.dtype.itemsize
         origin, from_anywhere = source.data.ptr + first * width, cupy.cuda.runtime.memcpyDefault
         cupy.cuda.runtime.memcpy2DAsync(
-            target.data.ptr, width, origin, step * width, width, target.shape[0], from_anywhere, self.stream.ptr
+            target.data.ptr,
+            width,
+            origin,
+            step * width,
+            width,
+            target.shape[0],
+            from_anywhere,
+            self.stream.ptr,
         )
 
     def replay(self, key: Hashable, work: Callable[[], None]) -> None:
@@ -216,7 +231,9 @@ class Device:
 
 
 def _kernel_failed(error: Exception) -> ValueError:
-    return ValueError(f"CUDA: a kernel failed: {error}; `compute-sanitizer python -m stages.NAME` says which and where")
+    return ValueError(
+        f"CUDA: a kernel failed: {error}; `compute-sanitizer python -m stages.NAME` says which and where"
+    )
 
 
 def to_bf16(host: Array) -> Array:

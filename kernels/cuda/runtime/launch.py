@@ -72,7 +72,9 @@ class Kernel:
         """What the kernel takes, with the template's types put in."""
         names, parameters = _signature(self.source, self.name)
         assert len(names) == len(template), f"{self.name}: template {names}, got {template}"
-        types = {name: _CUDA_TYPES[x] for name, x in zip(names, template, strict=True) if isinstance(x, np.dtype)}
+        types = {
+            name: _CUDA_TYPES[x] for name, x in zip(names, template, strict=True) if isinstance(x, np.dtype)
+        }
         return tuple(Parameter(p.name, types.get(p.kind, p.kind), p.pointer) for p in parameters)
 
 
@@ -97,7 +99,9 @@ def _signature(source: str, name: str) -> tuple[tuple[str, ...], tuple[Parameter
 
 def arguments(kernel: Kernel, template: Template, given: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments in the kernel's order: arrays as they are, scalars in its widths, None as a null pointer."""
-    assert kernel.open or template in kernel.instances, f"{kernel.name}: {template} is not among its instances"
+    assert kernel.open or template in kernel.instances, (
+        f"{kernel.name}: {template} is not among its instances"
+    )
     parameters = kernel.parameters(template)
     names = [p.name for p in parameters]
     assert set(names) == set(given), f"{kernel.name} takes {names}, got {list(given)}"
@@ -108,7 +112,9 @@ def _argument(kernel: str, parameter: Parameter, value: Any) -> Any:
     if not parameter.pointer:
         if parameter.kind in _SCALARS:
             return _SCALARS[parameter.kind](value)
-        assert parameter.kind == "TensorMap", f"{kernel}: {parameter.name} is of an unknown type {parameter.kind}"
+        assert parameter.kind == "TensorMap", (
+            f"{kernel}: {parameter.name} is of an unknown type {parameter.kind}"
+        )
         assert value.dtype == TENSOR_MAP and value.size == 1, f"{kernel}: {parameter.name} is no tensor map"
         return value  # CuPy passes NumPy's arrays of one element by value
     if value is None:

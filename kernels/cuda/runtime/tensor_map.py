@@ -24,14 +24,21 @@ def heads_map(array: Array) -> Array:
     Raises:
         ValueError: the driver refuses; its status is in the message.
     """
-    assert array.dtype == BF16 and array.ndim == 4 and array.flags.c_contiguous and array.shape[3] % BOX_COLUMNS == 0
+    assert (
+        array.dtype == BF16
+        and array.ndim == 4
+        and array.flags.c_contiguous
+        and array.shape[3] % BOX_COLUMNS == 0
+    )
     return _encode(array.data.ptr, array.shape)  # type: ignore[attr-defined]
 
 
 @cache
 def _encode(address: int, shape: tuple[int, ...]) -> Array:
     extents = shape[::-1]  # the innermost first
-    strides = np.cumprod(extents[:-1], dtype=np.uint64) * np.uint64(BF16.itemsize)  # bytes, of all but the innermost
+    strides = np.cumprod(extents[:-1], dtype=np.uint64) * np.uint64(
+        BF16.itemsize
+    )  # bytes, of all but the innermost
     memory = np.zeros(TENSOR_MAP.itemsize + _ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
     encoded = memory[begin : begin + TENSOR_MAP.itemsize].view(TENSOR_MAP)
@@ -42,7 +49,9 @@ def _encode(address: int, shape: tuple[int, ...]) -> Array:
         _NO_INTERLEAVE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS,
     )  # fmt: skip
     if status:
-        raise ValueError(f"CUDA: cuTensorMapEncodeTiled failed with status {status} for an array {shape} at {address:#x}")
+        raise ValueError(
+            f"CUDA: cuTensorMapEncodeTiled failed with status {status} for an array {shape} at {address:#x}"
+        )
     return encoded
 
 

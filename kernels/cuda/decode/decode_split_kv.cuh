@@ -94,7 +94,7 @@ void make_shares(const Attention<M, ROWS>& a, unsigned char* scratch) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, team = threadIdx.x / LANES;
     const float scale = 1.0f / sqrtf((float)D);
     bf16* const handed = reinterpret_cast<bf16*>(scratch);
-    float* const of_warp = reinterpret_cast<float*>(handed + (1 + 2 * ROWS) * D);
+    float* const warp_partials = reinterpret_cast<float*>(handed + (1 + 2 * ROWS) * D);
     for (int unit = blockIdx.x; unit < SHARES * ROWS * M::HEADS; unit += M::BLOCKS) {
         const int split = unit / (ROWS * M::HEADS), row = unit % (ROWS * M::HEADS) / M::HEADS, head = unit % M::HEADS;
         const int shared = head / (M::HEADS / M::KV_HEADS), share = a.share(row);
@@ -164,7 +164,7 @@ void make_shares(const Attention<M, ROWS>& a, unsigned char* scratch) {
 #pragma unroll
                 for (int k = 0; k < Row::WIDTH; k++) sum[k] += __shfl_xor_sync(ALL_LANES, sum[k], offset);
             }
-            float* const own = of_warp + warp * (D + 2);
+            float* const own = warp_partials + warp * (D + 2);
             if (lane == 0) own[D] = total, own[D + 1] = of_all;
 #pragma unroll
             for (int k = 0; k < Row::WIDTH; k++)
@@ -175,7 +175,7 @@ void make_shares(const Attention<M, ROWS>& a, unsigned char* scratch) {
             float m[WARPS], x[WARPS], of_all = minus_infinity(), all = 0.0f;
 #pragma unroll
             for (int i = 0; i < WARPS; i++) {
-                const float* const own = of_warp + i * (D + 2);
+                const float* const own = warp_partials + i * (D + 2);
                 m[i] = i < working ? own[D + 1] : minus_infinity(), x[i] = i < working ? own[d] : 0.0f;
                 of_all = fmaxf(of_all, m[i]);
             }
