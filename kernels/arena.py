@@ -1,26 +1,24 @@
-"""Buffers of a plan, and the one allocation that holds them all."""
+"""Buffers of a memory plan, and the one allocation that holds them all."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# Every buffer starts so many bytes apart or a multiple of them, for vector loads.
+# Every buffer starts at a multiple of this many bytes, for vector loads.
 ALIGNMENT_BYTES = 256
-# Views that an arena keeps, since making one takes a device's library some microseconds, which a decoded token waits for.
-MOST_VIEWS = 4096
-# The kinds of buffers whose size the parameters alone decide.
+# Views are kept: making one takes CuPy some microseconds, which would add to every decoded token.
+MAX_VIEWS = 4096
+# Kinds of buffers whose size depends on the parameters only, not on the batch.
 FIXED = ("parameters", "gradients", "moments", "muon")
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One named array of the plan; `kind` groups it in the report, `layers` makes one a layer."""
+    """One named array of the plan; `kind` groups it in the report, `layers` is the number of such arrays."""
 
     name: str
     kind: str
@@ -46,56 +44,49 @@ class Buffer:
 
 
 class Arena:
-    """One allocation that holds every buffer of a plan.
+    """Every buffer of a plan in one allocation.
 
     Args:
         plan: the buffers; names are unique.
-        allocate: gives that many bytes as a zeroed uint8 array of the device.
+        memory: uint8 array of plan_bytes(plan) bytes of the device, zeroed.
     """
 
-    def __init__(self, plan: list[Buffer], allocate: Callable[[int], Array]) -> None:
-        memory = allocate(sum(buffer.total_bytes for buffer in plan) + ALIGNMENT_BYTES)
+    def __init__(self, plan: list[Buffer], memory: Array) -> None:
+        assert memory.size == plan_bytes(plan)
         self._flat: dict[tuple[str, int], Array] = {}
+        self._buffers = {buffer.name: buffer for buffer in plan}
+        assert len(self._buffers) == len(plan)
         offset = 0
         for buffer in plan:
-            assert (buffer.name, 0) not in self._flat
             exact = math.prod(buffer.shape) * buffer.dtype.itemsize
             for layer in range(buffer.layers):
                 self._flat[buffer.name, layer] = memory[offset : offset + exact].view(buffer.dtype)
                 offset += buffer.layer_bytes
-        self._layers = {buffer.name: buffer.layers for buffer in plan}
         self._views: dict[tuple[str, tuple[int, ...], int], Array] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._layers
+        return name in self._buffers
 
     def view(self, name: str, shape: tuple[int, ...], layer: int = 0) -> Array:
-        """The first prod(shape) elements of a buffer, in that shape; layers that share one set all get the same."""
-        layer = layer if self._layers[name] > 1 else 0
+        """The first prod(shape) elements of a buffer in that shape; layers that share a buffer get the same array."""
+        layer = layer if self._buffers[name].layers > 1 else 0
         found = self._views.get((name, shape, layer))
         if found is None:
-            if len(self._views) > MOST_VIEWS:  # prompts have many lengths
+            if len(self._views) > MAX_VIEWS:  # prompts have many lengths
                 self._views.clear()
             found = self._flat[name, layer][: math.prod(shape)].reshape(shape)
             self._views[name, shape, layer] = found
         return found
 
+    def rows(self, name: str, count: int, layer: int = 0) -> Array:
+        """The first `count` rows of a buffer."""
+        return self.view(name, (count, *self._buffers[name].shape[1:]), layer)
 
-class Exchange:
-    """Buffers in memory that host and device both read and write, so that a token's few numbers take no copies of their own.
-
-    The host writes where nothing that is under way may read, and reads what operations wrote that were waited for.
-
-    Args:
-        plan: the buffers; names are unique.
-        allocate: gives that many zeroed bytes as the host sees them and as the device does.
-    """
-
-    def __init__(self, plan: list[Buffer], allocate: Callable[[int], tuple[Array, Array]]) -> None:
-        both = allocate(sum(buffer.total_bytes for buffer in plan) + ALIGNMENT_BYTES)
-        self.host, self.device = (Arena(plan, partial(_given, memory)) for memory in both)
+    def whole(self, name: str, layer: int = 0) -> Array:
+        """A buffer in its own shape."""
+        return self.view(name, self._buffers[name].shape, layer)
 
 
-def _given(memory: Array, size: int) -> Array:
-    assert memory.size == size
-    return memory
+def plan_bytes(plan: list[Buffer]) -> int:
+    """Bytes that an arena of this plan takes."""
+    return sum(buffer.total_bytes for buffer in plan) + ALIGNMENT_BYTES

@@ -1,4 +1,4 @@
-"""A micro-batch, and what the engine reads from it: where documents begin, and what each prediction head is trained on."""
+"""A micro-batch, what the engine derives from it, and what the engine measures."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +14,11 @@ class Batch:
     Args:
         tokens:      (B, T) int32, the input ids.
         targets:     (B, T) int32, the id that follows each token.
-        document:    (B, T) int32, equal within a document, whose tokens stand together; attention and positions stay within it.
+        document:    (B, T) int32, one number per document. Attention and positions stay within a document.
         loss_weight: (B, T) fp32, the weight of each target in the loss; 0 leaves it out.
 
-    What is made of them is kept, so that it can be made while a device still computes another batch (`prepare`): the arrays
-    must not change after that.
+    Derived arrays are cached, so the arrays must not change. `prepare` computes them while the GPU is busy with another
+    batch.
     """
 
     tokens: NDArray[np.int32]
@@ -27,23 +27,23 @@ class Batch:
     loss_weight: NDArray[np.float32]
 
     @cached_property
-    def start(self) -> NDArray[np.int32]:
-        """document_start of its documents."""
+    def document_start(self) -> NDArray[np.int32]:
+        """(B, T) int32: the index in its sequence at which each position's document begins."""
         return document_start(self.document)
 
     @cached_property
     def _heads(self) -> dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]]:
-        """What head_targets has made, by the number of heads."""
+        """Results of head_targets, by the number of heads."""
         return {}
 
 
 def prepare(batch: Batch, mtp_heads: int) -> None:
-    """Make what an engine's micro_step will need of the batch."""
-    _ = batch.start
+    """Derive what an engine's micro_step needs of the batch."""
+    _ = batch.document_start
     head_targets(batch, mtp_heads)
 
 
-def check(batch: Batch, micro_batch: int, context: int, vocab_size: int) -> None:
+def validate_batch(batch: Batch, micro_batch: int, context: int, vocab_size: int) -> None:
     """Refuse a batch that is larger than (micro_batch, context), of other types, or with ids from vocab_size on.
 
     Raises:
@@ -70,7 +70,7 @@ def check(batch: Batch, micro_batch: int, context: int, vocab_size: int) -> None
 
 
 def document_start(document: NDArray[np.int32]) -> NDArray[np.int32]:
-    """(B, T) int32: the index in its row at which each position's document begins."""
+    """(B, T) int32: the index in its sequence at which each position's document begins."""
     index = np.arange(document.shape[1], dtype=np.int32)
     begins = np.ones(document.shape, np.bool_)
     begins[:, 1:] = document[:, 1:] != document[:, :-1]
@@ -80,8 +80,8 @@ def document_start(document: NDArray[np.int32]) -> NDArray[np.int32]:
 def head_targets(batch: Batch, mtp_heads: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Targets and weights (K, B, T) of every prediction head.
 
-    Head k at position t is trained on targets[t + k], with that target's weight, where t + k lies in the row and in the
-    same document; elsewhere the weight is 0.
+    Head k at position t is trained on targets[t + k] with that target's weight, if t + k lies in the same sequence and
+    document. Otherwise the weight is 0.
     """
     if mtp_heads in batch._heads:
         return batch._heads[mtp_heads]
@@ -97,5 +97,33 @@ def head_targets(batch: Batch, mtp_heads: int) -> tuple[NDArray[np.int32], NDArr
 
 
 def head_weight_sums(batch: Batch, mtp_heads: int) -> NDArray[np.float64]:
-    """(K,) fp64: the sum of each head's weights over the batch, what its loss is divided by."""
+    """(K,) fp64: the sum of each head's weights over the batch. The head's loss is divided by it."""
     return head_targets(batch, mtp_heads)[1].sum(axis=(1, 2), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update measured.
+
+    Args:
+        nll_sums: (K,) fp64, the sum of loss_weight * nll of each prediction head, in nats.
+        grad_norm: the gradient's L2 norm before clipping.
+    """
+
+    nll_sums: NDArray[np.float64]
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What each prediction head makes of a batch.
+
+    Args:
+        nll: (K, B, T) fp32, nats.
+        correct: (K, B, T) bool, whether the target was the likeliest token.
+        weight: (K, B, T) fp32, the weight of each position.
+    """
+
+    nll: NDArray[np.float32]
+    correct: NDArray[np.bool_]
+    weight: NDArray[np.float32]

@@ -1,7 +1,8 @@
-"""What a model is made of and how its numbers are computed: two frozen, validated dataclasses.
+"""The two settings of an engine: what the model is made of, and how its numbers are computed.
 
-An architecture is a choice of parts, not a class: GPT-2 is layernorm + learned + gelu + bias + tied head, the euler models
-are rmsnorm + rope + swiglu + grouped key/value heads + several prediction heads, and any mixture of the two trains as well.
+An architecture is a choice of parts, not a class. GPT-2 is layernorm + learned + gelu + bias + tied head. The
+euler models are rmsnorm + rope + swiglu + grouped key/value heads + several prediction heads. Any mixture trains
+as well. What a part does is its entry in kernels/parts.py.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,10 +15,9 @@ Precision = Literal["fp32", "tf32", "bf16", "fp8"]
 Recompute = Literal["none", "mlp"]
 Matmul = Literal["cublaslt", "custom"]
 Attention = Literal["hopper", "mma", "scalar"]
-Optimizer = Literal["adamw", "muon"]
 
-# Rows of the embedding and of each head are padded to a multiple of this, so that a tensor-core product over the
-# vocabulary has whole tiles. Padding rows are zero at the start and receive no gradient, so they stay zero.
+# The embedding and each head have a multiple of this many rows, so that matmuls over the vocabulary have whole tiles.
+# Padding rows start at zero and get no gradient, so they stay zero.
 VOCAB_MULTIPLE = 128
 
 
@@ -32,7 +32,7 @@ class ModelConfig:
         kv_heads: key and value heads, each shared by heads / kv_heads query heads.
         dim: width of the residual stream.
         ffn: width of the MLP's hidden layer.
-        context: most tokens the model sees at once.
+        context: the most tokens the model sees at once.
         mtp_heads: prediction heads; head k predicts the token k + 1 ahead.
         norm, position, mlp: the parts.
         bias: whether every linear layer adds a bias (the heads never do).
@@ -96,6 +96,36 @@ class ModelConfig:
         return self.dim // self.heads
 
     @property
+    def qkv_heads(self) -> int:
+        """Query, key and value heads together."""
+        return self.heads + 2 * self.kv_heads
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_dim(self) -> int:
+        """Width of queries, keys and values together."""
+        return self.qkv_heads * self.head_dim
+
+    @property
+    def up_dim(self) -> int:
+        """Outputs of the MLP's first linear layer: gate and up of swiglu together."""
+        return self.ffn * (2 if self.mlp == "swiglu" else 1)
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of each linear layer of a block, in the order of the forward pass."""
+        return {
+            "qkv": (self.qkv_dim, self.dim),
+            "proj": (self.dim, self.dim),
+            "up": (self.up_dim, self.dim),
+            "down": (self.dim, self.ffn),
+        }
+
+    @property
     def padded_vocab(self) -> int:
         """Rows of the embedding and of each head: vocab_size rounded up to VOCAB_MULTIPLE."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -107,19 +137,19 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Numerics:
-    """All that can change a bit of the result: how numbers are held, multiplied and kept.
+    """How numbers are held, multiplied and kept: all settings that can change a bit of the result.
 
     Args:
-        precision: fp32; tf32, fp32 arrays whose products, those of attention too, round their factors to 10 bits; bf16,
-            weights and activations of 16 bits beside an fp32 stream, master weights, gradients, moments, statistics and losses;
-            or fp8, bf16 but for the products of the blocks' linear layers in training, whose factors have 8 bits and a scale.
-            The CPU engine computes in fp32 only.
-        matmul: cublaslt, the library's product, each shape by its fastest algorithm; or own, the kernel written here. GPU only.
-        attention: hopper, on that GPU's tensor cores, mma, on any's, each where precision and head width allow, else the next; or
-            scalar, the readable one. GPU only.
-        recompute: "mlp" computes an MLP's hidden activations again in the backward pass instead of keeping them.
-        deterministic: the same bits for the same configuration on the same device. False lets hopper's attention add up dq in
-            the order in which its blocks come.
+        precision: fp32; tf32: fp32 arrays, matmul operands rounded to 10 bits of mantissa; bf16: weights and
+            activations in bf16, residual stream, master weights, gradients, moments, statistics and losses in fp32;
+            fp8: bf16, but the matmuls of the blocks' linear layers have 8-bit operands in training. The CPU engine
+            has fp32 only.
+        matmul: cublaslt: the library, each shape by its fastest algorithm; custom: the kernel of this project. GPU only.
+        attention: hopper: wgmma; mma: the tensor cores of any GPU; scalar: the readable kernel. A kernel that does not
+            support the precision or head width falls back to the next. GPU only.
+        recompute: mlp: the backward pass recomputes an MLP's hidden activations instead of keeping them.
+        deterministic: same configuration, same device, same bits. If false, the Hopper attention kernel adds up dq in
+            the order in which blocks finish.
 
     Raises:
         ValueError: a value is unknown, or does not go with the precision.
@@ -140,9 +170,9 @@ class Numerics:
                 )
         if self.precision == "fp8" and self.matmul != "cublaslt":
             raise ValueError(
-                f"numerics.matmul: fp8 has the library's products alone, got {self.matmul}; set it to cublaslt"
+                f"numerics.matmul: expected cublaslt with precision fp8, got {self.matmul}; set it to cublaslt"
             )
         if self.precision == "fp8" and self.recompute != "none":
             raise ValueError(
-                "numerics.recompute: fp8 keeps hidden activations in 8 bits and makes none again; set it to none"
+                "numerics.recompute: expected none with precision fp8, which keeps hidden activations in 8 bits; set it to none"
             )

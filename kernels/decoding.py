@@ -1,222 +1,220 @@
-"""Reading tokens through a cache and drawing the next: what an engine does token by token, one graph a token on a GPU."""
+"""Token by token: reading tokens through a KV cache and drawing the next ones."""
 
-import math
-import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.arena import Arena, Exchange
-from kernels.config import ModelConfig
-from kernels.memory import exchange_plan
-from kernels.model import Cache, Transformer
+from kernels.arena import Arena
+from kernels.kv_cache import KVCache, drawn_tokens, new_cache, tokens_view
+from kernels.model import Transformer
 
 Array = np.ndarray[Any, Any]
 
 
-class Decoding:
-    """The part of Engine that decodes, over the model, the device's operations and the buffers that Engine sets up."""
+@dataclass(frozen=True)
+class _Sampler:
+    """Draws a token after each row of logits (count, Vp); equal samplers start the same kernels."""
 
-    config: ModelConfig
-    ops: Any
-    _arena: Arena
-    _model: Transformer
+    suppressed: int  # ids that are not drawn, in the cache's buffer
+    temperature: float
+    top_k: int
+    top_p: float
 
-    def cache(self, batch: int = 1) -> Cache:
+
+class Decoder:
+    """Decoding with one model. On a GPU each token is one CUDA graph.
+
+    Args:
+        model: the model, with its operations and weights.
+        arena: the engine's buffers.
+    """
+
+    def __init__(self, model: Transformer, arena: Arena) -> None:
+        self._model, self._arena, self._config = model, arena, model.config
+
+    def cache(self, batch: int = 1) -> KVCache:
         """An empty cache for `batch` sequences of up to `context` tokens."""
-        c, dtype = self.config, self.ops.storage
-        shape = (c.layers, batch, c.context, c.kv_heads, c.head_dim)
-        keys, values = (
-            self.ops.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape) for _ in range(2)
-        )
-        cache = Cache(keys, values, Exchange(exchange_plan(c, batch * c.context), self.ops.allocate_shared))
-        weakref.finalize(cache, self.ops.forget, id(cache))
-        return cache
+        return new_cache(self._config, self._model.tensors.ops, batch)
 
-    def decode(self, tokens: NDArray[np.int32], cache: Cache) -> NDArray[np.float32]:
+    def decode(self, tokens: NDArray[np.int32], cache: KVCache) -> NDArray[np.float32]:
         """Append tokens (B, n) to the cache; return head 0's logits (B, V) after the last of them.
 
         Raises:
             ValueError: the cache has no room for n more tokens.
         """
-        _check_free(cache)
-        return self.ops.download(self._append(tokens, cache, 1))[:, : self.config.vocab_size].astype(
-            np.float32
-        )
+        _require_free(cache)
+        logits = self._model.tensors.ops.download(self._append(tokens, cache, 1))
+        return logits[:, : self._config.vocab_size].astype(np.float32)
 
     def draw(
-        self, tokens: Array, cache: Cache, uniform: Array, banned: Array, *, last: int = 1, temperature: float, top_k: int,
-        top_p: float,
+        self, tokens: Array, cache: KVCache, uniform: Array, suppressed: Array, *, last: int = 1, temperature: float,
+        top_k: int, top_p: float,
     ) -> NDArray[np.int32]:  # fmt: skip
-        """Append tokens (B, n) as decode does; return a token drawn after each of the `last` last of them, (B * last,).
+        """Append tokens (B, n); return a token drawn after each of the last `last` positions, (B * last,).
 
-        B or `last` is 1. Drawn at uniform (B * last,) by kernels.cpu.sample's rule; none of banned (count,) is drawn.
+        Args:
+            tokens: (B, n) int32; B or `last` is 1.
+            cache: gets their keys and values.
+            uniform: (B * last,) fp64 in [0, 1), the random number of each draw (kernels/cpu/sample.py).
+            suppressed: (count,) int32, ids that are not drawn.
+            last: positions after which a token is drawn.
+            temperature, top_k, top_p: as in kernels.generation.Sampling.
         """
-        _check_free(cache)
-        _ban(banned, cache)
-        choose, key = self._choice(uniform, len(banned), cache, 0, temperature, top_k, top_p)
-        self._append(tokens, cache, last, 0, choose, key)
-        self.ops.synchronize()
-        return _drawn(len(uniform), cache, 0)
+        _require_free(cache)
+        _suppress(suppressed, cache)
+        sampler = self._sampler(cache, uniform, 0, len(suppressed), temperature, top_k, top_p)
+        self._append(tokens, cache, last, 0, sampler)
+        self._model.tensors.ops.synchronize()
+        return drawn_tokens(cache, len(uniform), 0)
 
     def draws(
-        self, tokens: Array, cache: Cache, uniforms: Iterable[Array], banned: Array, *, temperature: float, top_k: int,
-        top_p: float,
+        self, tokens: Array, cache: KVCache, uniforms: Iterable[Array], suppressed: Array, *, temperature: float,
+        top_k: int, top_p: float,
     ) -> Generator[NDArray[np.int32]]:  # fmt: skip
-        """The tokens (B,) that `draw` gives after tokens (B, n), after the first of them, and so on: one for each of `uniforms`.
+        """Append tokens (B, n), draw one token per sequence, append those, and so on: (B,) tokens for each of `uniforms`.
 
-        A GPU does not wait for the host in between: the pass that reads a token is launched before that token is waited for, as
-        it finds it where the pass before wrote it. So the number for the next token is asked for before a token comes.
-
-        While this goes on the cache is its own. Once it ends or is closed, the cache holds what was read to draw those that came.
+        A GPU does not wait for the host in between. The pass that reads a token is launched before the host has seen the
+        token, so `uniforms` is asked for one number ahead. The generator has exclusive use of the cache. When it ends
+        or is closed, the cache is truncated to the tokens that produced the yielded draws.
 
         Raises:
-            ValueError: the cache has no room for what `uniforms` asks for, or other draws from it go on.
+            ValueError: the cache has no room for what `uniforms` asks for, or another generator uses it.
         """
-        _check_free(cache)
-        _ban(banned, cache)
-        cache.drawing, read = True, cache.length
+        _require_free(cache)
+        _suppress(suppressed, cache)
+        ops, read = self._model.tensors.ops, cache.length
+        cache.in_use = True
 
         def passes() -> Iterator[tuple[int, int, Any]]:
             for n, uniform in enumerate(uniforms):
-                choose, key = self._choice(uniform, len(banned), cache, n % 2, temperature, top_k, top_p)
-                self._append(None if n else tokens, cache, 1, n % 2, choose, key)
-                yield n % 2, cache.length, self.ops.mark()
+                sampler = self._sampler(cache, uniform, n % 2, len(suppressed), temperature, top_k, top_p)
+                self._append(None if n else tokens, cache, 1, n % 2, sampler)
+                yield n % 2, cache.length, ops.record_event()
 
         launching, launched = passes(), deque[tuple[int, int, Any]]()
         try:
             while True:
-                launched.extend(islice(launching, 1 + self.ops.asynchronous - len(launched)))
+                launched.extend(islice(launching, 1 + ops.asynchronous - len(launched)))
                 if not launched:
                     return
-                slot, length, mark = launched.popleft()
-                self.ops.synchronize(mark)
-                drawn, read = _drawn(len(tokens), cache, slot), length
+                slot, length, event = launched.popleft()
+                ops.synchronize(event)
+                drawn, read = drawn_tokens(cache, len(tokens), slot), length
                 yield drawn
         finally:
-            self.ops.synchronize()  # a pass under way would write into what may be another's by then
-            cache.drawing = False
+            ops.synchronize()  # a running pass would write into buffers that the next user fills
+            cache.in_use = False
             cache.truncate(read)
 
     def draft(
-        self,
-        place: int,
-        cache: Cache,
-        uniform: Array,
-        banned: Array,
-        *,
-        temperature: float,
-        top_k: int,
+        self, position: int, cache: KVCache, uniform: Array, suppressed: Array, *, temperature: float, top_k: int,
         top_p: float,
-    ) -> NDArray[np.int32]:
-        """A token drawn by each of heads 1 .. K - 1, (K - 1,), at uniform (K - 1,).
+    ) -> NDArray[np.int32]:  # fmt: skip
+        """A token drawn by each of heads 1 .. K - 1, (K - 1,): head k guesses the token k + 1 after `position`.
 
-        `place` counts the positions after which the last call of `draw`, with this cache, drew; head k's is a guess at the token
-        k + 1 after that.
+        Args:
+            position: counts the positions after which the last call of `draw` with this cache drew a token.
+            uniform: (K - 1,) fp64, the random number of each draw.
+            cache, suppressed, temperature, top_k, top_p: as in `draw`.
         """
-        _check_free(cache)
-        _ban(banned, cache)
-        choose, key = self._choice(uniform, len(banned), cache, 0, temperature, top_k, top_p)
+        _require_free(cache)
+        _suppress(suppressed, cache)
+        sampler = self._sampler(cache, uniform, 0, len(suppressed), temperature, top_k, top_p)
+        ops = self._model.tensors.ops
 
         def work() -> None:
-            choose(
-                self._model.further_logits(self._arena.view("branch", (place + 1, self.config.dim))[place:])
-            )
+            norm = self._arena.rows("branch", position + 1)[position:]
+            self._sample(self._model.mtp_logits(norm), cache, 0, sampler)
 
-        self.ops.replay(("draft", place, key, id(cache)), work)
-        self.ops.synchronize()
-        return _drawn(len(uniform), cache, 0)
+        ops.replay(cache.graphs, ("draft", position, sampler), work)
+        ops.synchronize()
+        return drawn_tokens(cache, len(uniform), 0)
 
-    def _choice(
+    def _sampler(
         self,
+        cache: KVCache,
         uniform: Array,
-        banned: int,
-        cache: Cache,
         slot: int,
+        suppressed: int,
         temperature: float,
         top_k: int,
         top_p: float,
-    ) -> tuple[Callable[[Array], None], Any]:
-        """What draws after each row of some logits, (count, Vp) as there are `uniform`; and what tells it from others."""
-        memory, count, vocab_size = cache.exchange.device, len(uniform), self.config.vocab_size
-        cache.exchange.host.view("uniform", (count,), slot)[...] = uniform
+    ) -> _Sampler:
+        """The sampler of a pass, whose random numbers are written where the device reads them."""
+        cache.token_io.host.view("uniform", (len(uniform),), slot)[...] = uniform
+        return _Sampler(suppressed, temperature, top_k, top_p)
 
-        def choose(logits: Array) -> None:
-            if banned:
-                self.ops.suppress_tokens(logits, memory.view("banned", (banned,)))
-            self.ops.sample(
-                _tokens(memory, count, 1 - slot), logits, memory.view("uniform", (count,), slot), vocab_size=vocab_size,
-                temperature=temperature, top_k=top_k, top_p=top_p,
-            )  # fmt: skip
-
-        return choose, (banned, temperature, top_k, top_p)
+    def _sample(self, logits: Array, cache: KVCache, slot: int, sampler: _Sampler) -> None:
+        ops, memory, count = self._model.tensors.ops, cache.token_io.device, len(logits)
+        if sampler.suppressed:
+            ops.suppress_tokens(logits, memory.view("suppressed", (sampler.suppressed,)))
+        ops.sample(
+            tokens_view(memory, count, 1 - slot), logits, memory.view("uniform", (count,), slot),
+            vocab_size=self._config.vocab_size, temperature=sampler.temperature, top_k=sampler.top_k,
+            top_p=sampler.top_p,
+        )  # fmt: skip
 
     def _append(
-        self, tokens: Array | None, cache: Cache, last: int, slot: int = 0, then: Callable[[Array], None] | None = None,
-        key: Any = None,
-    ) -> Array:  # fmt: skip
-        """Read tokens (B, n) into the cache; head 0's logits (B * last, Vp) after the last of them.
+        self, tokens: Array | None, cache: KVCache, last: int, slot: int = 0, sampler: _Sampler | None = None
+    ) -> Array:
+        """Read tokens (B, n) into the cache; head 0's logits (B * last, Vp) after the last `last` positions.
 
-        Where tokens are None, they are those that the pass before drew into this slot. `then` does something with the logits, in
-        the same graph; `key` tells one such thing from another.
+        If `tokens` is None, they are the ones that the previous pass drew into this slot. With a sampler, a token is
+        drawn after each row of the logits, in the same graph.
         """
+        ops = self._model.tensors.ops
         shape = (cache.keys.shape[1], 1) if tokens is None else tokens.shape
-        (batch, count), context = shape, self.config.context
+        (batch, count), context = shape, self._config.context
         assert batch == 1 or last == 1
         if cache.length + count > context:
             raise ValueError(f"context: {cache.length} + {count} tokens exceed model.context = {context}")
-        # In one piece: how many tokens the cache holds, where documents begin, and the tokens. What was there before has been
-        # read, since no pass is launched before the last but one was waited for.
         rows, size = batch * count, (1 + 2 * batch * count,)
-        host = cache.exchange.host.view("appended", size, slot)
-        host[0], host[1 : 1 + rows] = cache.length, -cache.length
+        # The slot is free: no pass is launched before the host has waited for the last pass but one.
+        inputs = cache.token_io.host.view("inputs", size, slot)
+        inputs[0], inputs[1 : 1 + rows] = cache.length, -cache.length
         if tokens is not None:
-            host[1 + rows :] = tokens.reshape(-1)
-        model, fused = self._model, count == last and rows <= self._model.fused_rows
-        norm = self._arena.view("branch", (batch * last, self.config.dim))
+            inputs[1 + rows :] = tokens.reshape(-1)
+        fused = count == last and rows <= self._model.fused_rows
 
         def work() -> None:
-            appended = cache.exchange.device.view("appended", size, slot)
-            if not fused:  # many kernels read them, and each would take the way to the host
-                appended, shared = self._arena.view("taken", size), appended
-                self.ops.copy_rows(appended.reshape(1, -1), shared.reshape(1, -1), 0, 1)
-            length, (start, taken) = appended[:1].reshape(()), appended[1:].reshape(2, *shape)
-            if fused:
-                logits = model.step(norm, taken, start, cache, length)
-            else:
-                stream = model.forward(taken, start, cache, length)
-                self.ops.copy_rows(norm, stream, count - last, count if last == 1 else 1)
-                logits = model.head_logits(0, norm)
-            if then is not None:
-                then(logits)
+            logits = self._logits(cache, shape, last, slot, fused=fused)
+            if sampler is not None:
+                self._sample(logits, cache, slot, sampler)
 
-        if count == last:  # prompts, of any length, are not worth a graph each
-            self.ops.replay(("decode", shape, key, slot, id(cache)), work)
-        else:
+        if count == last:
+            ops.replay(cache.graphs, ("decode", shape, slot, sampler), work)
+        else:  # prompts have many lengths, and one graph per length does not pay
             work()
         cache.length += count
-        return self._arena.view("logits", (batch * last, self.config.padded_vocab))
+        return self._arena.rows("logits", batch * last)
+
+    def _logits(self, cache: KVCache, shape: tuple[int, ...], last: int, slot: int, *, fused: bool) -> Array:
+        """The pass itself. `branch` keeps the final norm of the positions whose logits are made, for draft."""
+        ops, model, (batch, count) = self._model.tensors.ops, self._model, shape
+        inputs = cache.token_io.device.view("inputs", (1 + 2 * batch * count,), slot)
+        if not fused:  # many kernels read the inputs: a copy in device memory saves each the way over the bus
+            staged = self._arena.view("staged_inputs", inputs.shape)
+            ops.copy_rows(staged.reshape(1, -1), inputs.reshape(1, -1), 0, 1)
+            inputs = staged
+        cached_length, (start, tokens) = inputs[:1].reshape(()), inputs[1:].reshape(2, *shape)
+        norm = self._arena.rows("branch", batch * last)
+        if fused:
+            return model.decode_step(norm, tokens, start, cache, cached_length)
+        stream = model.forward(tokens, start, cache, cached_length)
+        ops.copy_rows(norm, stream, count - last, count if last == 1 else 1)
+        return model.head_logits(0, norm)
 
 
-def _tokens(memory: Arena, count: int, slot: int) -> Array:
-    """Where a pass finds its `count` tokens, and the pass before it, of the other slot, leaves as many as it draws."""
-    return memory.view("appended", (1 + 2 * count,), slot)[1 + count :]
+def _require_free(cache: KVCache) -> None:
+    if cache.in_use:
+        raise ValueError("cache: a generator of draws still uses it; exhaust or close it first")
 
 
-def _drawn(count: int, cache: Cache, slot: int) -> NDArray[np.int32]:
-    """The tokens that a pass of this slot drew, which was waited for."""
-    return _tokens(cache.exchange.host, count, 1 - slot).copy()
-
-
-def _ban(banned: Array, cache: Cache) -> None:
-    """Ids (count,) that the passes to come do not draw."""
-    cache.exchange.host.view("banned", banned.shape)[...] = banned
-
-
-def _check_free(cache: Cache) -> None:
-    if cache.drawing:
-        raise ValueError("cache: draws from it go on; end or close them first")
+def _suppress(suppressed: Array, cache: KVCache) -> None:
+    """Write the ids (count,) that later passes do not draw."""
+    cache.token_io.host.view("suppressed", suppressed.shape)[...] = suppressed

@@ -1,4 +1,4 @@
-"""Which device computes: the operations of the CPU, or of the GPU where one is there."""
+"""Choice of the device: the operations of the CPU, or of a GPU."""
 
 import ctypes
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 
 from kernels.config import Numerics
 from kernels.cpu import CpuOps
+from kernels.ops import Ops
 
 DEVICES = ("auto", "cpu", "cuda")
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
@@ -14,18 +15,18 @@ NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 def open_ops(
     device: str, numerics: Numerics, *, threads: int = 0, dtype: type[np.floating[Any]] = np.float32
-) -> Any:
+) -> Ops:
     """The operations of a device.
 
     Args:
-        device: "cpu", "cuda", or "auto": the GPU where an NVIDIA GPU is visible, else the CPU. A GPU that cannot be used is an
-            error, never the CPU in its place.
-        numerics: what it has to be able to compute.
-        threads: of the CPU.
-        dtype: np.float64 is for gradient checks, which the CPU makes.
+        device: "cpu", "cuda", or "auto": the GPU if an NVIDIA GPU is visible, else the CPU. A GPU that cannot be used is an
+            error; the CPU never takes its place silently.
+        numerics: what the device must be able to compute.
+        threads: CPU threads, 0 for all.
+        dtype: np.float64 is for gradient checks, on the CPU.
 
     Raises:
-        ValueError: there is no such device, it lacks something, or it has not the precision; the message says what to set.
+        ValueError: the device is missing or lacks a library or the precision; the message says what to set.
     """
     if device not in DEVICES:
         raise ValueError(f"runtime.device: expected one of {', '.join(DEVICES)}, got {device!r}")

@@ -200,13 +200,13 @@ def _columns(
         "top_p": sampling.top_p,
     }
     forbidden, context = np.array(sorted(set(banned)), np.int32), engine.config.context
-    cache, read, count = engine.cache(len(rows)), 0, min(map(len, rows))
+    cache, read, count = engine.decoder.cache(len(rows)), 0, min(map(len, rows))
     while len({len(row) for row in rows}) > 1:
         due = [place for place, row in enumerate(rows) if len(row) == read + count]
         uniform = np.zeros(len(rows))
         uniform[due] = [draws[place].random() for place in due]
         fed = np.array([row[read : read + count] for row in rows], np.int32)
-        drawn = engine.draw(fed, cache, uniform, forbidden, **settings)[due]
+        drawn = engine.decoder.draw(fed, cache, uniform, forbidden, **settings)[due]
         read, count = read + count, 1
         for place, token in zip(due, drawn.tolist(), strict=True):
             rows[place].append(token)
@@ -216,7 +216,7 @@ def _columns(
     while True:
         fed = np.array([row[read:] for row in rows], np.int32)
         uniforms = (np.array([row.random() for row in draws]) for _ in range(len(rows[0]), context + 1))
-        for column in engine.draws(fed, cache, uniforms, forbidden, **settings):
+        for column in engine.decoder.draws(fed, cache, uniforms, forbidden, **settings):
             for row, token in zip(rows, column.tolist(), strict=True):
                 row.append(token)
             yield column
@@ -253,7 +253,7 @@ def _speculative(
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
     }
-    cache, context = engine.cache(), engine.config.context
+    cache, context = engine.decoder.cache(), engine.config.context
     drafts: list[int] = []
     uniform = np.empty(0)  # at which the tokens to come are drawn
     while True:
@@ -265,7 +265,7 @@ def _speculative(
         count = 1 + len(drafts)
         uniform = np.append(uniform, draws.random(max(0, count + heads - 1 - len(uniform))))
         fed = np.array([row[cache.length :] + drafts], np.int32)
-        drawn = engine.draw(fed, cache, uniform[:count], forbidden, last=count, **settings).tolist()
+        drawn = engine.decoder.draw(fed, cache, uniform[:count], forbidden, last=count, **settings).tolist()
         taken = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
         speculation.passes += 1
         speculation.drafted += len(drafts)
@@ -273,5 +273,5 @@ def _speculative(
         uniform = uniform[1 + taken :]
         cache.truncate(len(row) + taken)
         row = row + drawn[: 1 + taken]
-        drafts = engine.draft(taken, cache, uniform[: heads - 1], forbidden, **settings).tolist()
+        drafts = engine.decoder.draft(taken, cache, uniform[: heads - 1], forbidden, **settings).tolist()
         yield from drawn[: 1 + taken]

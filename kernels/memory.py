@@ -1,19 +1,22 @@
-"""The plan of every byte an engine holds.
+"""The memory plan: every byte that an engine holds.
 
-All buffers are known before the first step: nothing is allocated while training, and what doesn't fit is refused at once.
+All buffers are known before the first step. Nothing is allocated while training, and a plan that is too large is refused
+at once.
 """
 
-import math
 from typing import Any
 
 import numpy as np
 
 from kernels.arena import Buffer
-from kernels.config import ModelConfig, Numerics, Optimizer
+from kernels.config import ModelConfig, Numerics
 from kernels.fp8 import fp8_plan
-from kernels.parameters import RUN, flat_size, hidden_matrices, parameter_table
+from kernels.ops import Ops
+from kernels.optimizers import AdamW
+from kernels.parameters import flat_size, parameter_table
+from kernels.parts import MLPS, NORMS
 
-# Logits are held for no more rows at once than this allows; a head goes over its rows in as many parts as it takes.
+# At most this many bytes of logits are held at once; a head goes over its positions in as many parts as that takes.
 LOGITS_BYTES = 2**30
 
 
@@ -26,58 +29,50 @@ def activation_plan(
     dtype: np.dtype[Any],
     storage: np.dtype[Any] | None = None,
 ) -> list[Buffer]:
-    """The activations of a forward pass over `rows` = B * T positions and, in training, the gradients of the way back.
+    """Activations of a forward pass over rows = B * T positions and, in training, activation gradients.
 
-    In training each layer keeps what its backward pass reads; otherwise all layers share one set. Activations and their
-    gradients are of the storage type, dtype itself where it is not given. The stream, statistics and losses are of dtype: what
-    tells one position's stream from another's may be less than the storage type's rounding of what all have in common.
+    In training each layer keeps what its backward pass reads; otherwise all layers share one buffer. Activations and their
+    gradients have the storage type. The residual stream, statistics and losses have dtype: the storage type's rounding
+    could hide what distinguishes the stream of one position from that of another.
     """
-    storage = storage or dtype
-    c, layers = config, config.layers if training else 1
-    hidden = c.ffn * (2 if c.mlp == "swiglu" else 1)
-    qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
-    statistics = ["rstd"] if c.norm == "rmsnorm" else ["mean", "rstd"]
-    kept = 1 if numerics.precision == "fp8" else layers  # whose products keep their inputs' casts
-    act_layers = 1 if numerics.recompute == "mlp" else kept
+    storage, c = storage or dtype, config
+    layers, mlp = c.layers if training else 1, MLPS[c.mlp]
+    inp_layers = 1 if numerics.precision == "fp8" else layers  # fp8 saves the inputs of matmuls as casts
+    act_layers = 1 if numerics.recompute == "mlp" else inp_layers
+    widths = (
+        ("residual1", c.dim, layers),
+        ("norm1", c.dim, inp_layers),
+        ("qkv", c.qkv_dim, layers),
+        ("attended", c.dim, layers),
+        ("residual2", c.dim, layers),
+        ("norm2", c.dim, inp_layers),
+        *(
+            (name, width, act_layers if name == "act" else layers)
+            for name, width in mlp.activations(c).items()
+        ),
+        ("residual", c.dim, 1),
+        ("norm", c.dim, 1),
+        ("branch", c.dim, 1),
+    )
     plan = [
         Buffer(name, "activations", (rows, width), dtype if name.startswith("residual") else storage, count)
-        for name, width, count in (
-            ("residual1", c.dim, layers),
-            ("norm1", c.dim, kept),
-            ("qkv", qkv, layers),
-            ("attended", c.dim, layers),
-            ("residual2", c.dim, layers),
-            ("norm2", c.dim, kept),
-            ("up", hidden, layers),
-            ("act", c.ffn, act_layers),
-            ("residual", c.dim, 1),
-            ("norm", c.dim, 1),
-            ("branch", c.dim, 1),
-        )
+        for name, width, count in widths
     ]
     plan.append(Buffer("lse", "activations", (rows, c.heads), dtype, layers))
-    for statistic in statistics:
+    for statistic in NORMS[c.norm].statistics:
         for name, count in (("norm1", layers), ("norm2", layers), ("norm", 1)):
             plan.append(Buffer(f"{name}_{statistic}", "activations", (rows,), dtype, count))
     plan.append(Buffer("logits", "logits", (logits_rows(c, rows, storage), c.padded_vocab), storage))
     plan.append(Buffer("nll", "logits", (rows,), dtype))
     if training:
-        plan += [
-            Buffer(name, "activation gradients", (rows, width), storage)
-            for name, width in (
-                ("dresidual", c.dim),
-                ("dnorm", c.dim),
-                ("dqkv", qkv),
-                ("dattended", c.dim),
-                ("dup", hidden),
-                *((("dact", c.ffn),) if c.mlp == "swiglu" else ()),
-            )
-        ]
+        gradients = {"dresidual": c.dim, "dnorm": c.dim, "dqkv": c.qkv_dim, "dattended": c.dim}
+        for name, width in (gradients | mlp.gradients(c)).items():
+            plan.append(Buffer(name, "activation gradients", (rows, width), storage))
     return plan
 
 
 def logits_rows(config: ModelConfig, rows: int, storage: np.dtype[Any]) -> int:
-    """Of `rows` positions, those whose logits are held at once: equal parts, and at least one position of each sequence."""
+    """Positions whose logits are held at once: equal parts of `rows`, and at least one position of each sequence."""
     parts = -(-rows * config.padded_vocab * storage.itemsize // LOGITS_BYTES)
     return max(-(-rows // parts), rows // config.context)
 
@@ -85,41 +80,26 @@ def logits_rows(config: ModelConfig, rows: int, storage: np.dtype[Any]) -> int:
 def parameter_plan(
     size: int, *, training: bool, dtype: np.dtype[Any], storage: np.dtype[Any] | None = None
 ) -> list[Buffer]:
-    """The flat arrays of `size` parameters: with their gradients and AdamW's two moments in training.
+    """The flat arrays of `size` parameters, with their gradients in training.
 
-    Where the storage type is another than dtype, a copy in it, `weights`, is what products read.
+    If the storage type is not dtype, matmuls read a copy in the storage type, `weights`.
     """
-    names = ("parameters", "gradients", "exp_avg", "exp_avg_sq") if training else ("parameters",)
-    plan = [Buffer(name, "moments" if name.startswith("exp") else name, (size,), dtype) for name in names]
-    if training:
-        plan.append(Buffer("flags", "parameters", (size // RUN,), np.dtype(np.uint8)))
+    names = ("parameters", "gradients") if training else ("parameters",)
+    plan = [Buffer(name, name, (size,), dtype) for name in names]
     if storage is not None and storage != dtype:
         plan.append(Buffer("weights", "parameters", (size,), storage))
     return plan
 
 
-def muon_plan(config: ModelConfig, storage: np.dtype[Any]) -> list[Buffer]:
-    """What Muon makes an update in: twice the most matrices that it takes at once, and twice their products with themselves."""
-    shapes = [
-        (layers * count, m, n)
-        for layers, count, m, n in (matrices.shape for matrices in hidden_matrices(config))
-    ]
-    sizes = {
-        "muon_x": max(map(math.prod, shapes)),
-        "muon_gram": max(count * min(m, n) ** 2 for count, m, n in shapes),
-    }
-    return [Buffer(name, "muon", (size,), storage, 2) for name, size in sizes.items()]
-
-
 def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtype[Any]) -> list[Buffer]:
-    """What comes in with each batch, and the numbers that vary from step to step or go back to the host."""
+    """What comes with each batch, and the numbers that vary from step to step or go back to the host."""
     heads, integer = config.mtp_heads, np.dtype(np.int32)
     plan = [
         Buffer("tokens", "inputs", (rows,), integer),
         Buffer("start", "inputs", (rows,), integer),
         Buffer("targets", "inputs", (heads, rows), integer),
         Buffer("correct", "inputs", (rows,), np.dtype(np.bool_)),
-        Buffer("taken", "inputs", (1 + 2 * rows,), integer),
+        Buffer("staged_inputs", "inputs", (1 + 2 * rows,), integer),
     ]
     if training:
         plan += [
@@ -133,19 +113,6 @@ def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtyp
     return plan
 
 
-def exchange_plan(config: ModelConfig, rows: int) -> list[Buffer]:
-    """What a cache for `rows` tokens exchanges with the host, see Exchange; what every pass has of its own in two slots.
-
-    Passes take them in turns, so that the host fills one while a pass may still read the other.
-    """
-    integer = np.dtype(np.int32)
-    return [
-        Buffer("appended", "exchange", (1 + 2 * rows,), integer, 2),
-        Buffer("uniform", "exchange", (rows,), np.dtype(np.float64), 2),
-        Buffer("banned", "exchange", (config.vocab_size,), integer),
-    ]
-
-
 def memory_plan(
     config: ModelConfig,
     numerics: Numerics,
@@ -155,25 +122,25 @@ def memory_plan(
     dtype: np.dtype[Any] = np.dtype(np.float32),  # noqa: B008 (immutable)
     storage: np.dtype[Any] | None = None,
     workspace_bytes: int = 0,
-    optimizer: Optimizer = "adamw",
+    optimizer: AdamW | None = None,
 ) -> list[Buffer]:
     """Everything an engine of this configuration holds; computed without allocating any of it.
 
     Args:
         config, numerics, micro_batch, training: as the engine's.
         dtype: of parameters, gradients, moments, statistics and losses.
-        storage: of activations and of the weights that products read; dtype where it is not given.
+        storage: of activations and compute weights; None: dtype.
         workspace_bytes: what the device's operations need while they run.
-        optimizer: as the engine's.
+        optimizer: as the engine's; None: AdamW.
     """
     rows, table = micro_batch * config.context, parameter_table(config)
     plan = parameter_plan(flat_size(table), training=training, dtype=dtype, storage=storage)
+    if training:
+        plan += (optimizer or AdamW()).buffers(config, dtype, storage or dtype)
     if training and numerics.precision == "fp8":
         plan += fp8_plan(config, table, rows)
     plan += input_plan(config, rows, training=training, dtype=dtype)
     plan += activation_plan(config, numerics, rows, training=training, dtype=dtype, storage=storage)
-    if training and optimizer == "muon":
-        plan += muon_plan(config, storage or dtype)
     if workspace_bytes:
         plan.append(Buffer("workspace", "workspace", (workspace_bytes,), np.dtype(np.uint8)))
     return plan
@@ -183,12 +150,12 @@ def plan(
     config: ModelConfig,
     numerics: Numerics,
     micro_batch: int,
-    ops: Any,
+    ops: Ops,
     *,
     training: bool = True,
-    optimizer: Optimizer = "adamw",
+    optimizer: AdamW | None = None,
 ) -> list[Buffer]:
-    """The memory plan of an engine over a device's operations."""
+    """The memory plan of an engine on a device."""
     return memory_plan(
         config, numerics, micro_batch, training=training, dtype=ops.dtype, storage=ops.storage,
         workspace_bytes=ops.workspace_bytes(config, micro_batch * config.context), optimizer=optimizer,
@@ -212,8 +179,8 @@ def check_fits(plan: list[Buffer], micro_batch: int, available: int) -> None:
         else "no micro_batch fits: a smaller model or model.context does"
     )
     raise ValueError(
-        f"memory: micro_batch={micro_batch} needs {needed / 2**30:.1f} GiB, {fixed / 2**30:.1f} of them for parameters, and "
-        f"the device has {available / 2**30:.1f}; {cure}"
+        f"memory: micro_batch={micro_batch} needs {needed / 2**30:.1f} GiB, {fixed / 2**30:.1f} of them for parameters, "
+        f"and the device has {available / 2**30:.1f}; {cure}"
     )
 
 

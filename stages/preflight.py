@@ -175,7 +175,7 @@ def _memory(settings: Settings, tokenizer: Path) -> Iterator[str]:
     ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
     plans = {
         "sft": plan(
-            config, settings.numerics, settings.sft.micro_batch, ops, optimizer=settings.sft.optimizer
+            config, settings.numerics, settings.sft.micro_batch, ops, optimizer=settings.sft.make_optimizer()
         ),
         "eval": plan(config, settings.numerics, settings.eval.micro_batch, ops, training=False),
     }

@@ -59,11 +59,15 @@ def run(
     if settings.runtime.plan:
         ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
         print(
-            report(plan(config, settings.numerics, training.micro_batch, ops, optimizer=training.optimizer))
+            report(
+                plan(
+                    config, settings.numerics, training.micro_batch, ops, optimizer=training.make_optimizer()
+                )
+            )
         )
         return
     engine = Engine(config, settings.numerics, micro_batch=training.micro_batch, device=settings.runtime.device,
-                    threads=settings.runtime.threads, seed=training.seed, optimizer=training.optimizer)  # fmt: skip
+                    threads=settings.runtime.threads, seed=training.seed, optimizer=training.make_optimizer())  # fmt: skip
     announce("sft", engine, config)
     engine.load(start.weights)
     packing = {

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from kernels.config import ModelConfig
-from kernels.engine import AdamW, Engine
+from kernels.engine import Engine
 from stages import checkpoint
 from stages.batches import Ahead, Batches
 from stages.interrupt import EXIT_CODE, Interrupt, Interrupted
@@ -126,9 +126,6 @@ class _Sitting:
         """
         self._report(interrupt)  # what an interrupt has left undone
         training = self.training
-        optimizer = AdamW(
-            training.beta1, training.beta2, training.eps, training.weight_decay, training.grad_clip
-        )
         ahead = Ahead(
             self.task.batches, training.grad_accum_steps, training.steps, len(training.mtp_loss_weights)
         )
@@ -137,7 +134,7 @@ class _Sitting:
             begun, lr = time.perf_counter(), learning_rate(self.step, training)
             batches, meanwhile = ahead.of(self.step), partial(ahead.fetch, self.step + 1)
             outcome = train_step(
-                self.engine, batches, training.mtp_loss_weights, optimizer, lr, meanwhile, interrupt.section
+                self.engine, batches, training.mtp_loss_weights, lr, meanwhile, interrupt.section
             )
             tokens_per_s = (
                 training.grad_accum_steps

@@ -1,10 +1,10 @@
 """The sections pretrain and sft of params.yaml; conf/pretrain and conf/sft explain every key."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from kernels.config import Optimizer
+from kernels.optimizers import OPTIMIZERS, AdamW
 from stages.schema import check
 from stages.sources.corpus import NOTHING
 
@@ -19,7 +19,7 @@ class Training:
     steps: int
     micro_batch: int
     grad_accum_steps: int
-    optimizer: Optimizer
+    optimizer: str
     schedule: Literal["cosine", "wsd"]
     lr: float
     min_lr: float
@@ -51,6 +51,7 @@ class Training:
             "checkpoint_every",
         ):
             require(name, 1 <= getattr(self, name) <= MOST, f"at least 1 and at most {MOST}")
+        require("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
         require("lr", self.lr > 0, "a number above 0")
         require("min_lr", 0 <= self.min_lr <= self.lr, f"0 to {section}.lr = {self.lr}")
         require(
@@ -79,6 +80,11 @@ class Training:
             bool(self.mtp_loss_weights) and self.mtp_loss_weights[0] > 0,
             "a first weight (next token) above 0",
         )
+
+    def make_optimizer(self) -> AdamW:
+        """The optimizer with its constants."""
+        kind = OPTIMIZERS[self.optimizer]
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.batch import Batch, head_weight_sums
-from kernels.engine import AdamW, Engine
+from kernels.engine import Engine
 from stages.training_settings import Training
 
 
@@ -44,7 +44,7 @@ def learning_rate(step: int, training: Training) -> float:
 
 
 def train_step(
-    engine: Engine, batches: Sequence[Batch], mtp_loss_weights: Sequence[float], optimizer: AdamW, lr: float,
+    engine: Engine, batches: Sequence[Batch], mtp_loss_weights: Sequence[float], lr: float,
     meanwhile: Callable[[], None] = lambda: None, section: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Outcome:  # fmt: skip
     """One update over these micro-batches; `meanwhile` is engine.update's.
@@ -67,7 +67,7 @@ def train_step(
         with section():
             engine.micro_step(batch, weights * per_weight)
     engine.reduce()
-    update = engine.update(optimizer, lr, meanwhile)
+    update = engine.update(lr, meanwhile)
     losses = update.nll_sums * per_weight
     return Outcome(float(losses[0]), float(weights @ losses), float(update.grad_norm))
 

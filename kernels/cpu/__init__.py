@@ -1,6 +1,6 @@
-"""The CPU engine's operations, as loops that Numba compiles.
+"""The CPU's operations: loops that Numba compiles, and the reference implementation of every operation.
 
-Each file is one operation with its mathematics; `CpuOps` is the set of them that the model is written over.
+Each file holds one operation with its mathematics. `CpuOps` collects them for the model.
 """
 
 import os
@@ -40,6 +40,7 @@ from kernels.cpu.rope import rope_backward, rope_forward, rope_table
 from kernels.cpu.sample import sample, suppress_tokens
 from kernels.cpu.swiglu import swiglu_backward, swiglu_forward
 from kernels.cpu.weighted_sum import weighted_sum_forward
+from kernels.ops import Fp8Ops, FusedDecoding, Graphs
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +57,9 @@ class CpuOps:
     """
 
     name = "cpu"
-    asynchronous = False  # whether an operation goes on after the call that starts it
+    asynchronous = False
+    fp8: Fp8Ops | None = None
+    fused_decoding: FusedDecoding | None = None
 
     def __init__(self, dtype: type[np.floating[Any]] = np.float32, threads: int = 0) -> None:
         available = numba.config.NUMBA_NUM_THREADS
@@ -102,42 +105,16 @@ class CpuOps:
     sample = staticmethod(sample)
     suppress_tokens = staticmethod(suppress_tokens)
 
-    def upload(self, target: Array, source: Any) -> None:
-        """Copy into an array of the device, which the CPU's are already."""
-        target[...] = source
+    def allocate(self, size: int) -> Array:
+        """`size` zeroed bytes that begin at a cache line."""
+        memory = np.zeros(size + 64, np.uint8)
+        begin = -memory.ctypes.data % 64
+        return memory[begin : begin + size]
 
-    def download(self, array: Array) -> Array:
-        """A copy of an array of the device."""
-        return np.array(array)
-
-    def fill_zero(self, array: Array) -> None:
-        """Set every element to zero."""
-        array[...] = 0
-
-    def copy_rows(self, target: Array, source: Array, first: int, step: int) -> None:
-        """target (n, C) = source (m, C)[first::step]."""
-        target[...] = source[first::step]
-
-    def replay(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do the work; a GPU records it under its key and then replays it."""
-        work()
-
-    def mark(self) -> None:
-        """What `synchronize` can wait for: all that was started so far, here done by now."""
-
-    def synchronize(self, mark: None = None) -> None:
-        """Wait for what was started: here nothing is left behind."""
-
-    def forget(self, owner: int) -> None:
-        """Drop what replay recorded for the object of that id; nothing here."""
-
-    def fused_rows(self, config: ModelConfig) -> int:
-        """Rows up to which a pass of the model behind a cache is one operation, decode_step: none here."""
-        return 0
-
-    def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
-        """What the operations need beside the arrays they are given: here each takes it where it runs."""
-        return 0
+    def allocate_shared(self, size: int) -> tuple[Array, Array]:
+        """The same memory twice."""
+        memory = self.allocate(size)
+        return memory, memory
 
     def memory_bytes(self) -> int:
         """Memory of the machine."""
@@ -147,22 +124,51 @@ class CpuOps:
         """Memory that this process holds."""
         return int(psutil.Process().memory_info().rss)
 
-    def allocate(self, size: int) -> Array:
-        """`size` zeroed bytes that begin at a cache line."""
-        memory = np.zeros(size + 64, np.uint8)
-        begin = -memory.ctypes.data % 64
-        return memory[begin : begin + size]
+    def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
+        """Nothing: each operation allocates its scratch memory itself."""
+        return 0
 
-    def allocate_shared(self, size: int) -> tuple[Array, Array]:
-        """`size` zeroed bytes as the host and as the device sees them, which here is the same."""
-        memory = self.allocate(size)
-        return memory, memory
+    def use_workspace(self, workspace: Array) -> None:
+        """Never called, since workspace_bytes is 0."""
+
+    def upload(self, target: Array, source: Any) -> None:
+        """Copy into an array."""
+        target[...] = source
+
+    def download(self, array: Array) -> Array:
+        """A copy of an array."""
+        return np.array(array)
+
+    cast = upload
+
+    def fill_zero(self, array: Array) -> None:
+        """Set every element to zero."""
+        array[...] = 0
+
+    def copy_rows(self, target: Array, source: Array, first: int, step: int) -> None:
+        """target (n, C) = source (m, C)[first::step]."""
+        target[...] = source[first::step]
+
+    def new_graphs(self) -> Graphs:
+        """Nothing is recorded."""
+        return None
+
+    def replay(self, graphs: Graphs, key: Hashable, work: Callable[[], None]) -> None:
+        """Do the work."""
+        work()
+
+    def record_event(self) -> None:
+        """Everything that was started is done."""
+
+    def synchronize(self, event: None = None) -> None:
+        """Everything that was started is done."""
 
     def rope_table(self, context: int, head_dim: int, base: float) -> Array:
         """kernels.cpu.rope.rope_table in this object's precision."""
         return rope_table(context, head_dim, base).astype(self.dtype)
 
     def describe(self, config: ModelConfig) -> str:
-        """The device in words, the same for every model: threads and versions."""
+        """Threads and versions, in a line."""
         processors = f"{self.threads} of {os.cpu_count()} processors"
-        return f"CPU, {processors}, {self.dtype.name}, NumPy {np.__version__}, Numba {numba.__version__}"
+        versions = f"NumPy {np.__version__}, Numba {numba.__version__}"
+        return f"CPU, {processors}, {self.dtype.name}, {versions}"

@@ -17,7 +17,7 @@ def adamw(
     exp_avg: Array,
     exp_avg_sq: Array,
     grads: Array,
-    copy: Array | None,
+    compute_weights: Array | None,
     flags: Flags,
     grad_norm: Array,
     lr: Array,
@@ -38,13 +38,13 @@ def adamw(
         exp_avg_sq  = beta2 * exp_avg_sq + (1 - beta2) * g^2
         params     -= lr * weight_decay * params                      (where the parameter decays)
         params     -= lr * (exp_avg / (1 - beta1^step)) / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
-        copy        = params                                          (rounded to the copy's type)
+        compute_weights        = params                                          (rounded to the compute_weights's type)
         grads       = 0                                               (where it is cleared)
 
     Args:
         params, exp_avg, exp_avg_sq: (parameters,), updated.
         grads:     (parameters,), set to zero where it is cleared.
-        copy:      (parameters,), overwritten: the weights as products read them; None where they read params itself.
+        compute_weights:      (parameters,), overwritten: the weights as products read them; None where they read params itself.
         flags:     (parameters / A,) uint8, of each run of A elements: whether it decays, kernels.parameters.DECAYS, whether its
                    gradient is cleared, CLEARED, and whether it is left to kernels.cpu.muon, MUON.
         grad_norm: () fp64, the norm of grads.
@@ -72,8 +72,8 @@ def adamw(
         params.dtype,
     )
     _update(params, exp_avg, exp_avg_sq, grads, flags, scalars)
-    if copy is not None:
-        np.copyto(copy, params, where=np.repeat(flags & MUON == 0, params.size // flags.size))
+    if compute_weights is not None:
+        np.copyto(compute_weights, params, where=np.repeat(flags & MUON == 0, params.size // flags.size))
 
 
 @pjit

@@ -13,7 +13,7 @@ Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 MOMENTUM = 0.95
 # Of the polynomial that an iteration applies to each singular value: ITERATIONS take 0.0015 .. 1 to 0.67 .. 1.21.
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
-# The root mean square of an update's elements is about that of AdamW's, so that one learning rate and decay serve both.
+# The root mean poly of an update's elements is about that of AdamW's, so that one learning rate and decay serve both.
 SCALE = 0.2
 
 
@@ -21,11 +21,11 @@ def muon(
     params: Array,
     exp_avg: Array,
     grads: Array,
-    copy: Array | None,
+    compute_weights: Array | None,
     x: Array,
-    spare: Array,
+    x_next: Array,
     gram: Array,
-    square: Array,
+    poly: Array,
     grad_norm: Array,
     lr: Array,
     *,
@@ -43,7 +43,7 @@ def muon(
         x       = u / sqrt(sum of u^2)                              (0 where u is 0)
         x       = (a I + b G + c G^2) x,  G = x x^T                 ITERATIONS times
         params  = params * (1 - lr * weight_decay) - lr * SCALE * sqrt(max(m, n)) * x
-        copy    = params                                            (rounded to the copy's type)
+        compute_weights    = params                                            (rounded to the compute_weights's type)
 
     With x = U S V^T an iteration keeps U and V and takes each singular value s to a s + b s^3 + c s^5, which leads those that
     are not tiny to 0.67 .. 1.21: x comes near U V^T, the step that is steepest where a step's spectral norm is what is limited.
@@ -52,9 +52,9 @@ def muon(
     Args:
         params, exp_avg: (layers, count, m, n), updated; here and below layers may lie apart.
         grads:     (layers, count, m, n).
-        copy:      (layers, count, m, n), overwritten: the weights as products read them; None where they read params itself.
-        x, spare:  (layers * count, m, n), scratch.
-        gram, square: (layers * count, k, k), k = min(m, n), scratch.
+        compute_weights: (layers, count, m, n), overwritten: the weights as matmuls read them; None: they read params.
+        x, x_next:  (layers * count, m, n), scratch.
+        gram, poly: (layers * count, k, k), k = min(m, n), scratch.
         grad_norm: () fp64, the norm of the gradient of all parameters.
         lr:        () fp64, the learning rate of this update.
 
@@ -66,27 +66,29 @@ def muon(
     gradient = np.array([clip, MOMENTUM, 1 - MOMENTUM], x.dtype)
     step = np.array([1 - lr * weight_decay, lr * SCALE * np.sqrt(max(params.shape[2:]))], params.dtype)
     for place in np.ndindex(params.shape[:2]):
-        old, new = x[0], spare[0]  # all in the same scratch, which stays in the cache
+        old, new = x[0], x_next[0]  # all in the same scratch, which stays in the cache
         squares = _look_ahead(exp_avg[place], old, grads[place], gradient)
         old *= 1 / np.sqrt(squares) if squares > 0 else 0
         for _ in range(ITERATIONS):
-            iterate(new, gram[0], square[0], old)
+            iterate(new, gram[0], poly[0], old)
             old, new = new, old
         _apply(params[place], old, step)
-    if copy is not None:
-        copy[...] = params
+    if compute_weights is not None:
+        compute_weights[...] = params
 
 
-def iterate(out: Array, gram: Array, square: Array, x: Array) -> None:
-    """out = (a I + b G + c G^2) x, an iteration of Newton and Schulz's kind; gram is G afterwards, square the polynomial."""
+def iterate(out: Array, gram: Array, poly: Array, x: Array) -> None:
+    """out = (a I + b G + c G^2) x, an iteration of Newton and Schulz's kind; gram is G afterwards, poly the polynomial."""
     tall = x.shape[0] > x.shape[1]
     if tall:
         weight_gradient(gram, x, x, add=False)  # x^T x
     else:
         matmul_forward(gram, x, x)  # x x^T
-    input_gradient(square, gram, gram, add=False)  # gram gram, without the copy that matmul_forward makes
-    _polynomial(square, gram, np.array(COEFFICIENTS, x.dtype))
-    left, right = (x, square) if tall else (square, x)
+    input_gradient(
+        poly, gram, gram, add=False
+    )  # gram gram, without the compute_weights that matmul_forward makes
+    _polynomial(poly, gram, np.array(COEFFICIENTS, x.dtype))
+    left, right = (x, poly) if tall else (poly, x)
     input_gradient(out, left, right, add=False)
 
 
@@ -109,13 +111,13 @@ def _look_ahead(exp_avg, x, grads, scalars):  # type: ignore[no-untyped-def]
 
 
 @pjit
-def _polynomial(square, gram, coefficients):  # type: ignore[no-untyped-def]
-    """square = a I + b gram + c square."""
+def _polynomial(poly, gram, coefficients):  # type: ignore[no-untyped-def]
+    """poly = a I + b gram + c poly."""
     a, b, c = coefficients
-    for i in prange(square.shape[0]):
-        for j in range(square.shape[1]):
-            square[i, j] = b * gram[i, j] + c * square[i, j]
-        square[i, i] += a
+    for i in prange(poly.shape[0]):
+        for j in range(poly.shape[1]):
+            poly[i, j] = b * gram[i, j] + c * poly[i, j]
+        poly[i, i] += a
 
 
 @pjit

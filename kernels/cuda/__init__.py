@@ -1,23 +1,19 @@
-"""The CUDA engine's operations: hand-written kernels, and for matrix products the library's or our own.
+"""The GPU's operations: hand-written kernels, and for matmuls the library's or our own.
 
-Each .cu file holds the kernels of one operation, the .py file beside it launches them. `CudaOps` is the set of them that the
-model is written over, and the device that they run on.
+A .cu file holds the kernels of one operation; the .py file of the same name launches them. Rooms hold what is more than a
+pair: attention/, matmul/ and decode/, with the headers in include/ and what all launchers use in runtime/. `CudaOps`
+collects the operations for the model, and is the device that they run on.
 """
+
+import sys
 
 import cupy
 import numpy as np
 
 from kernels.config import ModelConfig, Numerics
 from kernels.cpu.rope import rope_table
-from kernels.cuda import embedding
 from kernels.cuda.adamw import adamw
-from kernels.cuda.attention.attention import (
-    LARGEST_HEAD_DIM,
-    attention_backward,
-    attention_forward,
-    attention_kernel,
-    attention_workspace_bytes,
-)
+from kernels.cuda.attention.attention import attention_backward, attention_forward, attention_kernel
 from kernels.cuda.bias import bias_backward, bias_forward
 from kernels.cuda.cast import cast
 from kernels.cuda.cross_entropy import cross_entropy_backward, cross_entropy_forward
@@ -32,7 +28,7 @@ from kernels.cuda.layernorm import (
     residual_layernorm_backward,
     residual_layernorm_forward,
 )
-from kernels.cuda.matmul import cublaslt, matmul_fp8
+from kernels.cuda.matmul import cublaslt
 from kernels.cuda.matmul.fp8 import fp8_rescale
 from kernels.cuda.matmul.matmul import matmul_backward, matmul_forward
 from kernels.cuda.matmul.matmul_fp8 import cast_weight, fp8_mlp_backward, fp8_mlp_forward, fp8_weight
@@ -47,20 +43,19 @@ from kernels.cuda.rmsnorm import (
 from kernels.cuda.rope import rope_backward, rope_forward
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import BF16, FLOAT, Array
-from kernels.cuda.runtime.rows import LONGEST_ROW
 from kernels.cuda.sample import sample, suppress_tokens
 from kernels.cuda.swiglu import swiglu_backward, swiglu_forward
 from kernels.cuda.weighted_sum import weighted_sum_forward
-from kernels.fp8 import MULTIPLE
+from kernels.ops import FusedDecoding
 
-FP8_ARCH = 89  # the oldest with FP8 products
+FP8_ARCH = 89  # the oldest with FP8 matmuls
 
 
 class CudaOps(Device):
     """Every operation of the model on one GPU.
 
     Args:
-        numerics: precision, and which kernels make products and attention.
+        numerics: precision, and which kernels compute matmuls and attention.
 
     Raises:
         ValueError: see Device; or the GPU is too old for FP8.
@@ -97,13 +92,14 @@ class CudaOps(Device):
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
-        self.fp8 = (
-            numerics.precision == "fp8"
-        )  # products whose weight is an fp8_weight; all else is as with bf16
-        if self.fp8 and int(self.arch[3:]) < FP8_ARCH:
-            raise ValueError(
-                f"numerics.precision: fp8 needs a GPU of sm_{FP8_ARCH} or later, {self.model} is {self.arch}; set it to bf16"
-            )
+        if numerics.precision == "fp8":
+            if int(self.arch[3:]) < FP8_ARCH:
+                raise ValueError(
+                    f"numerics.precision: fp8 needs a GPU of sm_{FP8_ARCH} or later, {self.model} is {self.arch}; set it to "
+                    "bf16"
+                )
+            self.fp8 = self  # only matmuls with an FP8 weight differ from bf16
+        self.fused_decoding: FusedDecoding | None = self
         self.precision = "bf16" if self.fp8 else numerics.precision
         self.matmul, self.attention, self.deterministic = (
             numerics.matmul,
@@ -112,60 +108,23 @@ class CudaOps(Device):
         )
         self.storage = BF16 if self.precision == "bf16" else FLOAT
 
-    def measure(self, measuring: bool) -> None:
-        """Whether casts to FP8 take the scales of now from here on, as those of an update before are not known."""
-        self.measuring = measuring
+    def set_current_scaling(self, current_scaling: bool) -> None:
+        """See kernels.ops.Fp8Ops."""
+        self.current_scaling = current_scaling
 
     def fused_rows(self, config: ModelConfig) -> int:
-        """Rows up to which decode_step takes the place of a pass by the other operations."""
+        """See kernels.ops.FusedDecoding."""
         return fused_rows(self, self.storage, config)
 
     def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
-        """The most that one operation needs while it runs.
+        """The most that one operation needs: an operation with scratch memory has a scratch_bytes in its module.
 
         Raises:
-            ValueError: the kernels' rows or heads are not made for such a model.
+            ValueError: the kernels do not support the model.
         """
-        if config.head_dim > LARGEST_HEAD_DIM:
-            raise ValueError(
-                f"model.dim / model.heads: attention on the GPU takes heads of at most {LARGEST_HEAD_DIM}, got "
-                f"{config.head_dim}; set more model.heads, or runtime.device to cpu"
-            )
-        if config.dim > (LONGEST_ROW if config.dim % 8 == 0 else LONGEST_ROW // 2):
-            raise ValueError(
-                f"model.dim: norms on the GPU take rows of at most {LONGEST_ROW}, half of it where 8 does not divide them, got "
-                f"{config.dim}; set it smaller, or runtime.device to cpu"
-            )
-        c, chunks = config, -(-rows // embedding.CHUNK)
-        hidden, qkv = c.ffn * (2 if c.mlp == "swiglu" else 1), (c.heads + 2 * c.kv_heads) * c.head_dim
-        widest = max(hidden, qkv)
-        linears = ((qkv, c.dim), (c.dim, c.dim), (hidden, c.dim), (c.dim, c.ffn)) if self.fp8 else ()
-        for width in {width for linear in linears for width in linear}:
-            if width % MULTIPLE:
-                raise ValueError(
-                    f"numerics.precision: fp8 takes linear layers whose widths {MULTIPLE} divides (model.dim, ffn, heads and "
-                    f"kv_heads make them), one is {width}; set it to bf16"
-                )
-        needs = (
-            cublaslt.WORKSPACE_BYTES,
-            attention_workspace_bytes(
-                self, self.storage, -(-rows // c.context), c.context, c.heads, c.kv_heads, c.head_dim
-            ),
-            4 * rows * c.heads * (2 + c.head_dim),  # the shares of cached attention, where all rows are new
-            3
-            * 4
-            * c.dim
-            * 8
-            * self.processors,  # partial sums of a norm's two gradients and of a bias before it
-            4 * (widest + 256) * 2 * self.processors,  # and of a bias's
-            4 * c.ffn * 4 * -(-rows // 128),  # and of one's whose GELU a product takes along
-            *(matmul_fp8.workspace_bytes(rows, *linear) for linear in linears),
-            4 * (chunks * c.padded_vocab + 3)
-            + 16 * c.padded_vocab
-            + 4 * rows,  # the embedding's lists of rows
-            4 * (chunks * c.context + 3) + 16 * c.context + 4 * rows,
-        )
-        return max(needs) + 16 * 256
+        modules = {sys.modules[op.__module__] for op in vars(CudaOps).values() if callable(op)}
+        scratch = [module.scratch_bytes for module in modules if hasattr(module, "scratch_bytes")]
+        return max(scratch_bytes(self, config, rows) for scratch_bytes in scratch)
 
     def rope_table(self, context: int, head_dim: int, base: float) -> Array:
         """kernels.cpu.rope.rope_table on the GPU, fp32."""
@@ -175,7 +134,7 @@ class CudaOps(Device):
         return on_gpu
 
     def describe(self, config: ModelConfig) -> str:
-        """The device in words: its name, precision, the kernels that such a model gets, and versions."""
+        """GPU, precision, the kernels that such a model gets, and versions, in a line."""
         kernels = f"matmul {self.matmul}, attention {attention_kernel(self, self.storage, config.head_dim)}"
         library = f", cuBLASLt {cublaslt.version()}" if self.matmul == "cublaslt" else ""
         precision = "fp8" if self.fp8 else self.precision

@@ -5,12 +5,12 @@
 //     exp_avg_sq  = beta2 * exp_avg_sq + (1 - beta2) * g^2
 //     params      = params * (1 - lr * weight_decay)               (where the parameter decays)
 //                   - lr / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
-//     copy        = params, rounded to T                           (where there is a copy)
+//     compute_weights        = params, rounded to T                           (where there is a compute_weights)
 //     grads       = 0                                              (where it is cleared)
 //
 // Where grad_norm is not finite nothing is written, nor where a run is Muon's (muon.cu).
 //
-// Layout: params, exp_avg, exp_avg_sq, grads fp32 and copy of T, all (size,), beginning at a multiple of 16 bytes; flags uint8,
+// Layout: params, exp_avg, exp_avg_sq, grads fp32 and compute_weights of T, all (size,), beginning at a multiple of 16 bytes; flags uint8,
 //         one for each `run` elements, of DECAYS, CLEARED and MUON; grad_norm and lr fp64 and step int64, ().
 // Work: a thread owns the vectors i, i + threads of the grid, ... Every array is read and written once, but for gradients that
 //       stay.
@@ -28,7 +28,7 @@ struct Scalars {
 
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(256)
-    adamw(float* params, float* exp_avg, float* exp_avg_sq, float* grads, T* copy, const unsigned char* flags,
+    adamw(float* params, float* exp_avg, float* exp_avg_sq, float* grads, T* compute_weights, const unsigned char* flags,
           const double* grad_norm, const double* lr, const long long* step, unsigned vectors, unsigned run, double beta1,
           double beta2, double eps, double weight_decay, double grad_clip) {
     const double norm = *grad_norm;
@@ -68,6 +68,6 @@ __global__ void __launch_bounds__(256)
         reinterpret_cast<Floats*>(exp_avg)[i] = first;
         reinterpret_cast<Floats*>(exp_avg_sq)[i] = second;
         if (flag & CLEARED) reinterpret_cast<Floats*>(grads)[i] = g;
-        if (copy) reinterpret_cast<Vector<T, SIZE>*>(copy)[i] = c;
+        if (compute_weights) reinterpret_cast<Vector<T, SIZE>*>(compute_weights)[i] = c;
     }
 }

@@ -1,10 +1,13 @@
 """Launcher of adamw.cu; the mathematics and the contract are those of kernels.cpu.adamw."""
 
 from kernels.cuda.runtime.device import Device
-from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
+from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel, constants
+from kernels.parameters import CLEARED, DECAYS, MUON
 
 _ADAMW = Kernel("adamw.cu", "adamw", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 4)))
-_BLOCK, _BLOCKS_A_PROCESSOR = 256, 8  # not tuned
+_BLOCK, _BLOCKS_PER_SM = 256, 8  # not tuned
+_FLAGS = constants("adamw.cu")
+assert (_FLAGS["DECAYS"], _FLAGS["CLEARED"], _FLAGS["MUON"]) == (DECAYS, CLEARED, MUON)
 
 
 def adamw(
@@ -13,7 +16,7 @@ def adamw(
     exp_avg: Array,
     exp_avg_sq: Array,
     grads: Array,
-    copy: Array | None,
+    compute_weights: Array | None,
     flags: Array,
     grad_norm: Array,
     lr: Array,
@@ -25,19 +28,19 @@ def adamw(
     weight_decay: float,
     grad_clip: float,
 ) -> None:
-    """See kernels.cpu.adamw.adamw; copy is fp32 or bf16, the other flat arrays fp32.
+    """See kernels.cpu.adamw.adamw; compute_weights is fp32 or bf16, the other flat arrays fp32.
 
     Precision: the bias corrections and the clip in fp64, rounded once; the elements in fp32.
-    Cost: reads 16 bytes and writes 12 bytes a parameter, 16 where its gradient is cleared, and the copy.
+    Cost: per parameter reads 16 bytes and writes 12, 16 if the gradient is cleared, and the compute weight.
     """
     run = params.size // flags.size
     size = 1 if run % 4 else 4
     vectors = params.size // size
     assert vectors < 2**31, f"adamw: {params.size} parameters"
     device.launch(
-        _ADAMW, (FLOAT if copy is None else copy.dtype, size),
-        min(-(-vectors // _BLOCK), _BLOCKS_A_PROCESSOR * device.processors), _BLOCK,
-        params=params, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grads=grads, copy=copy, flags=flags, grad_norm=grad_norm,
-        lr=lr, step=step, vectors=vectors, run=run // size, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
+        _ADAMW, (FLOAT if compute_weights is None else compute_weights.dtype, size),
+        min(-(-vectors // _BLOCK), _BLOCKS_PER_SM * device.sm_count), _BLOCK,
+        params=params, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grads=grads, compute_weights=compute_weights,
+        flags=flags, grad_norm=grad_norm, lr=lr, step=step, vectors=vectors, run=run // size, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
         grad_clip=grad_clip,
     )  # fmt: skip

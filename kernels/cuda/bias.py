@@ -1,14 +1,15 @@
 """Launchers of bias.cu; the mathematics and the contracts are those of kernels.cpu.bias."""
 
+from kernels.config import ModelConfig
 from kernels.cuda.runtime.device import Device
-from kernels.cuda.runtime.launch import FLOAT, Array, Kernel
+from kernels.cuda.runtime.launch import FLOAT, Array, Kernel, constants
 from kernels.cuda.runtime.vectors import VECTOR_TEMPLATES, vector_size
 from kernels.cuda.sum_rows import add_rows
 
 _FORWARD = Kernel("bias.cu", "bias_forward", VECTOR_TEMPLATES)
 _BACKWARD = Kernel("bias.cu", "bias_backward", VECTOR_TEMPLATES)
 _BLOCK = 256  # not tuned
-_WARPS = 16  # of a block of the backward pass, as bias.cu has it
+_WARPS = constants("bias.cu")["WARPS"]  # of a block of the backward pass
 _BLOCKS_A_PROCESSOR = 2  # of the backward pass: as many as it holds at once; not tuned
 _LEAST_ROWS = 64  # of a block of the backward pass
 
@@ -32,7 +33,7 @@ def bias_backward(device: Device, dbias: Array, dout: Array) -> None:
     rows, columns = dout.shape
     size = vector_size(columns, dout)
     across = -(-columns // (32 * size))
-    down = min(-(-rows // _LEAST_ROWS), max(1, _BLOCKS_A_PROCESSOR * device.processors // across))
+    down = min(-(-rows // _LEAST_ROWS), max(1, _BLOCKS_A_PROCESSOR * device.sm_count // across))
     (partial,) = device.workspace(((1, down, columns), FLOAT))
     device.launch(
         _BACKWARD,
@@ -45,3 +46,9 @@ def bias_backward(device: Device, dbias: Array, dout: Array) -> None:
         columns=columns,
     )
     add_rows(device, partial, dbias)
+
+
+def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
+    """Rows of partial sums of the widest linear layer; a block owns at most 32 columns."""
+    widest = max(outputs for outputs, _ in config.linears.values())
+    return FLOAT.itemsize * (widest + 256) * _BLOCKS_A_PROCESSOR * device.sm_count

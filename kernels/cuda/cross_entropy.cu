@@ -69,12 +69,12 @@ __global__ void __launch_bounds__(MAX_BLOCK)
 // hold: whether the row is held in dynamic shared memory, of as many bytes.
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(MAX_BLOCK)
-    cross_entropy_backward(T* dlogits, float* nll, const int* targets, const float* weight, int width, int vocab_size, bool warpgroup_fence_operand) {
+    cross_entropy_backward(T* dlogits, float* nll, const int* targets, const float* weight, int width, int vocab_size, bool row_in_smem) {
     extern __shared__ uint4 shared[];
     T* const row = dlogits + (long long)blockIdx.x * width;
     const T* logits = row;
     if constexpr (SIZE * sizeof(T) == 16)
-        if (warpgroup_fence_operand) {
+        if (row_in_smem) {
             T* const held = reinterpret_cast<T*>(shared);
             for (int i = threadIdx.x * SIZE; i < width; i += blockDim.x * SIZE) cp_async(shared_address(held + i), row + i, true);
             logits = held;

@@ -2,20 +2,21 @@
 
 import numpy as np
 
-from kernels.cuda.runtime.device import Device
+from kernels.config import ModelConfig
+from kernels.cuda.runtime.device import Device, Request, request_bytes
 from kernels.cuda.runtime.launch import Array, Kernel
 from kernels.cuda.runtime.vectors import VECTOR_TEMPLATES, vector_size
 
 _BLOCK = 256  # not tuned, nor is the number of the adding kernels' blocks
-CHUNK = 1024  # of a block that counts and places
+_CHUNK = 1024  # of a block that counts and places
 _SHORT = 32  # rows that one warp adds up; not tuned
 _WARP = 32
 _LONG_WARPS = 16  # that add up a longer list; not tuned
 _SHORT_BLOCKS_A_PROCESSOR, _LONG_BLOCKS_A_PROCESSOR = 8, 4
 _FORWARD = Kernel("embedding.cu", "embedding_forward", ((4,), (1,)))
-_COUNT_KEYS = Kernel("embedding.cu", "embedding_count_keys", ((CHUNK,),))
+_COUNT_KEYS = Kernel("embedding.cu", "embedding_count_keys", ((_CHUNK,),))
 _MAKE_LISTS = Kernel("embedding.cu", "embedding_make_lists", ((_SHORT,),))
-_PLACE_ROWS = Kernel("embedding.cu", "embedding_place_rows", ((CHUNK,),))
+_PLACE_ROWS = Kernel("embedding.cu", "embedding_place_rows", ((_CHUNK,),))
 _ADD_SHORT = Kernel("embedding.cu", "embedding_add_short", VECTOR_TEMPLATES)
 _ADD_LONG = Kernel(
     "embedding.cu", "embedding_add_long", tuple((*template, _LONG_WARPS) for template in VECTOR_TEMPLATES)
@@ -53,18 +54,15 @@ def _add_by_key(
     device: Device, dweight: Array, dout: Array, tokens: Array | None, start: Array, length: int
 ) -> None:
     (rows, dim), keys = dout.shape, dweight.shape[0]
-    blocks = -(-rows // CHUNK)
-    integers = blocks * keys + 3
-    zeroed, begin, size, short_keys, long_keys, order = device.workspace(
-        ((integers,), np.int32), *(((keys,), np.int32) for _ in range(4)), ((rows,), np.int32)
-    )
+    blocks = -(-rows // _CHUNK)
+    zeroed, begin, size, short_keys, long_keys, order = device.workspace(*_scratch(keys, rows))
     counts, taken = zeroed[: blocks * keys], zeroed[blocks * keys :]
     device.fill_zero(zeroed)
     device.launch(
         _COUNT_KEYS,
-        (CHUNK,),
+        (_CHUNK,),
         blocks,
-        CHUNK,
+        _CHUNK,
         counts=counts,
         tokens=tokens,
         start=start,
@@ -77,7 +75,7 @@ def _add_by_key(
         counts=counts, taken=taken, begin=begin, size=size, short_keys=short_keys, long_keys=long_keys, blocks=blocks, keys=keys,
     )  # fmt: skip
     device.launch(
-        _PLACE_ROWS, (CHUNK,), blocks, CHUNK,
+        _PLACE_ROWS, (_CHUNK,), blocks, _CHUNK,
         order=order, counts=counts, begin=begin, tokens=tokens, start=start, rows=rows, length=length, keys=keys,
     )  # fmt: skip
     vector = vector_size(dim, dout, dweight)
@@ -85,11 +83,22 @@ def _add_by_key(
     lists = {"dweight": dweight, "dout": dout, "order": order, "begin": begin, "size": size, "dim": dim}
     warps = _BLOCK // _WARP
     device.launch(
-        _ADD_SHORT, template, (min(-(-keys // warps), _SHORT_BLOCKS_A_PROCESSOR * device.processors), slices), (_WARP, warps),
+        _ADD_SHORT, template, (min(-(-keys // warps), _SHORT_BLOCKS_A_PROCESSOR * device.sm_count), slices), (_WARP, warps),
         short_keys=short_keys, number=taken[1:2], **lists,
     )  # fmt: skip
-    long_grid = min(keys, _LONG_BLOCKS_A_PROCESSOR * device.processors), slices
+    long_grid = min(keys, _LONG_BLOCKS_A_PROCESSOR * device.sm_count), slices
     device.launch(
         _ADD_LONG, (*template, _LONG_WARPS), long_grid, (_WARP, _LONG_WARPS),
         long_keys=long_keys, number=taken[2:3], **lists,
     )  # fmt: skip
+
+
+def _scratch(keys: int, rows: int) -> list[Request]:
+    """Counts of each key in each chunk with 3 counters, four lists over the keys, and the order of the rows."""
+    lengths = (-(-rows // _CHUNK) * keys + 3, keys, keys, keys, keys, rows)
+    return [((length,), np.int32) for length in lengths]
+
+
+def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
+    """The lists of the larger table."""
+    return request_bytes(*_scratch(max(config.padded_vocab, config.context), rows))

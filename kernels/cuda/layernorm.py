@@ -1,5 +1,6 @@
 """Launchers of layernorm.cu; the mathematics and the contracts are those of kernels.cpu.layernorm."""
 
+from kernels.config import ModelConfig
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import FLOAT, Array, Kernel
 from kernels.cuda.runtime.rows import (
@@ -7,6 +8,7 @@ from kernels.cuda.runtime.rows import (
     FORWARD,
     row_launch,
     row_queue,
+    row_scratch_bytes,
     row_templates,
     with_branch_bias,
 )
@@ -86,3 +88,8 @@ def _forward(
         residual_out=residual_out, out=out, mean=mean, rstd=rstd, residual=residual, branch=branch, branch_bias=branch_bias,
         weight=weight, bias=bias, rows=rows, dim=dim, stages=stages, eps=eps,
     )  # fmt: skip
+
+
+def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
+    """Partial sums of the parameters' gradients and of the branch bias's."""
+    return row_scratch_bytes(device, config, sums=3)

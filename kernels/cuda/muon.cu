@@ -4,15 +4,15 @@
 //     exp_avg = momentum * exp_avg + (1 - momentum) * g            muon_momentum, which also sums u^2
 //     u       = momentum * exp_avg + (1 - momentum) * g            by muon_begin
 //     x       = u / sqrt(sum of u^2), rounded to T                 muon_begin; 0 where u is 0
-//     square  = a I + b gram + c square, rounded to T              muon_polynomial, once an iteration
+//     poly  = a I + b gram + c poly, rounded to T              muon_polynomial, once an iteration
 //     params  = params * (1 - lr * weight_decay) - lr * scale * x  muon_apply
-//     copy    = params, rounded to T                               (where there is a copy)
+//     compute_weights    = params, rounded to T                               (where there is a compute_weights)
 //
-// Where grad_norm is not finite neither exp_avg nor params nor copy is written.
+// Where grad_norm is not finite neither exp_avg nor params nor compute_weights is written.
 //
-// Layout: params, exp_avg, grads fp32 and copy of T, parts of flat arrays: a layer's matrices, of `size` elements, lie side by side,
+// Layout: params, exp_avg, grads fp32 and compute_weights of T, parts of flat arrays: a layer's matrices, of `size` elements, lie side by side,
 //         layers `stride` elements apart; they begin anywhere, as rows of a parameter may be a matrix. Back to back, matrix by matrix:
-//         x (size,), gram and square (side, side), of T; partial fp32, one for each CHUNK elements. grad_norm and lr fp64, ().
+//         x (size,), gram and poly (side, side), of T; partial fp32, one for each CHUNK elements. grad_norm and lr fp64, ().
 // Work: a block owns a chunk of CHUNK elements of matrix blockIdx.y of layer blockIdx.z, a thread every BLOCKth of it; of
 //       muon_polynomial a block owns a row of matrix blockIdx.y of all.
 // Precision: what is the same for all elements is computed in fp64, once a thread; squares are summed in fp32 within a chunk, in
@@ -75,26 +75,26 @@ __global__ void __launch_bounds__(BLOCK)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(BLOCK) muon_polynomial(T* square, const T* gram, unsigned side, float a, float b, float c) {
+__global__ void __launch_bounds__(BLOCK) muon_polynomial(T* poly, const T* gram, unsigned side, float a, float b, float c) {
     const unsigned row = blockIdx.x;
-    square += (long long)blockIdx.y * side * side, gram += (long long)blockIdx.y * side * side;
+    poly += (long long)blockIdx.y * side * side, gram += (long long)blockIdx.y * side * side;
     for (unsigned j = threadIdx.x; j < side; j += BLOCK) {
         const unsigned i = row * side + j;  // side^2 is at most a matrix's size, which fits
-        square[i] = from_float<T>((j == row ? a : 0.0f) + b * to_float(gram[i]) + c * to_float(square[i]));
+        poly[i] = from_float<T>((j == row ? a : 0.0f) + b * to_float(gram[i]) + c * to_float(poly[i]));
     }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(BLOCK)
-    muon_apply(float* params, T* copy, const T* x, const double* grad_norm, const double* lr, unsigned size,
+    muon_apply(float* params, T* compute_weights, const T* x, const double* grad_norm, const double* lr, unsigned size,
                long long stride, double scale, double weight_decay) {
     if (!isfinite(*grad_norm)) return;  // the whole grid
-    params += place(size, stride), copy += copy ? place(size, stride) : 0, x += (long long)matrix() * size;
+    params += place(size, stride), compute_weights += compute_weights ? place(size, stride) : 0, x += (long long)matrix() * size;
     const float keep = (float)(1 - *lr * weight_decay), rate = (float)(*lr * scale);
     const unsigned end = min(size, (blockIdx.x + 1) * CHUNK);
     for (unsigned i = blockIdx.x * CHUNK + threadIdx.x; i < end; i += BLOCK) {
         const float p = params[i] * keep - rate * to_float(x[i]);
         params[i] = p;
-        if (copy) copy[i] = from_float<T>(p);
+        if (compute_weights) compute_weights[i] = from_float<T>(p);
     }
 }

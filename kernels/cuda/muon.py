@@ -1,17 +1,19 @@
-"""Launchers of muon.cu and of the products between its kernels; mathematics and contract are those of kernels.cpu.muon."""
+"""Launchers of muon.cu and of the matmuls between its kernels; mathematics and contract: kernels/cpu/muon.py."""
 
 import math
 
+from kernels.config import ModelConfig
 from kernels.cpu.muon import COEFFICIENTS, ITERATIONS, MOMENTUM, SCALE
 from kernels.cuda.matmul.matmul import multiply
 from kernels.cuda.runtime.device import Device
-from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
+from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel, constants
 
 _MOMENTUM = Kernel("muon.cu", "muon_momentum", ((),))
 _BEGIN = Kernel("muon.cu", "muon_begin", ((FLOAT,), (BF16,)))
 _POLYNOMIAL = Kernel("muon.cu", "muon_polynomial", ((FLOAT,), (BF16,)))
 _APPLY = Kernel("muon.cu", "muon_apply", ((FLOAT,), (BF16,)))
-_BLOCK, _CHUNK = 256, 4096  # those of muon.cu
+_CONSTANTS = constants("muon.cu")
+_BLOCK, _CHUNK = _CONSTANTS["BLOCK"], _CONSTANTS["CHUNK"]
 
 
 def muon(
@@ -19,34 +21,34 @@ def muon(
     params: Array,
     exp_avg: Array,
     grads: Array,
-    copy: Array | None,
+    compute_weights: Array | None,
     x: Array,
-    spare: Array,
+    x_next: Array,
     gram: Array,
-    square: Array,
+    poly: Array,
     grad_norm: Array,
     lr: Array,
     *,
     weight_decay: float,
     grad_clip: float,
 ) -> None:
-    """See kernels.cpu.muon.muon; the scratch and the copy are of T, the others fp32.
+    """See kernels.cpu.muon.muon; scratch and compute weights are of T, the others fp32.
 
-    Precision: momentum and parameters in fp32; x, gram and square are rounded to T, their products are those of the op matmul.
-    Cost: ITERATIONS * (4 * m * n + 2 * k^2) * k operations a matrix, k = min(m, n); 23 launches, those of our own products one by
-        one; workspace of 4 bytes a 4,096 elements.
+    Precision: momentum and parameters in fp32; x, gram and poly are rounded to T between the matmuls.
+    Cost: ITERATIONS * (4 m n + 2 k^2) k operations per matrix, k = min(m, n); 23 launches with cuBLASLt. The custom matmul
+        takes one launch per matrix. Scratch memory of 4 bytes per 4,096 elements.
     """
     layers, count, m, n = params.shape
     size, kind, flat = (
         m * n,
         (x.dtype,),
-        [array for array in (params, exp_avg, grads, copy) if array is not None],
+        [array for array in (params, exp_avg, grads, compute_weights) if array is not None],
     )
     (stride,) = {array.strides[0] // array.itemsize for array in flat}
     assert size + _CHUNK < 2**31, f"muon: a matrix of {size} elements"
     grid = (-(-size // _CHUNK), count, layers)
     (partial,) = device.workspace((grid, FLOAT))
-    place = {"grad_norm": grad_norm, "size": size, "stride": stride}
+    layout = {"grad_norm": grad_norm, "size": size, "stride": stride}
     gradient = {
         "exp_avg": exp_avg[0],
         "grads": grads[0],
@@ -54,24 +56,31 @@ def muon(
         "momentum": MOMENTUM,
         "grad_clip": grad_clip,
     }
-    device.launch(_MOMENTUM, (), grid, _BLOCK, **gradient, **place)
-    device.launch(_BEGIN, kind, grid, _BLOCK, x=x, **gradient, **place)
+    device.launch(_MOMENTUM, (), grid, _BLOCK, **gradient, **layout)
+    device.launch(_BEGIN, kind, grid, _BLOCK, x=x, **gradient, **layout)
     for _ in range(ITERATIONS):
-        iterate(device, spare, gram, square, x)
-        x, spare = spare, x
+        iterate(device, x_next, gram, poly, x)
+        x, x_next = x_next, x
+    copy = None if compute_weights is None else compute_weights[0]
     device.launch(
-        _APPLY, kind, grid, _BLOCK, params=params[0], copy=None if copy is None else copy[0], x=x, lr=lr,
-        scale=SCALE * math.sqrt(max(m, n)), weight_decay=weight_decay, **place,
+        _APPLY, kind, grid, _BLOCK, params=params[0], compute_weights=copy, x=x, lr=lr,
+        scale=SCALE * math.sqrt(max(m, n)), weight_decay=weight_decay, **layout,
     )  # fmt: skip
 
 
-def iterate(device: Device, out: Array, gram: Array, square: Array, x: Array) -> None:
+def iterate(device: Device, out: Array, gram: Array, poly: Array, x: Array) -> None:
     """See kernels.cpu.muon.iterate; of all matrices, (matrices, m, n)."""
     (matrices, m, n), side = x.shape, gram.shape[1]
     multiply(device, gram, x, x, transpose_a=m > n, transpose_b=m <= n)
-    multiply(device, square, gram, gram)
+    multiply(device, poly, gram, gram)
     a, b, c = COEFFICIENTS
     device.launch(
-        _POLYNOMIAL, (x.dtype,), (side, matrices), _BLOCK, square=square, gram=gram, side=side, a=a, b=b, c=c
+        _POLYNOMIAL, (x.dtype,), (side, matrices), _BLOCK, poly=poly, gram=gram, side=side, a=a, b=b, c=c
     )
-    multiply(device, out, *((x, square) if m > n else (square, x)))
+    multiply(device, out, *((x, poly) if m > n else (poly, x)))
+
+
+def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
+    """A partial sum per chunk of each matrix of the blocks; q, k and v, gate and up are matrices of their own."""
+    matrices = config.layers * sum(-(-m * n // _CHUNK) + 2 for m, n in config.linears.values())
+    return FLOAT.itemsize * matrices

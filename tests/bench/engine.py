@@ -17,6 +17,7 @@ import time
 import timeit
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any, get_args
@@ -24,10 +25,10 @@ from typing import Any, get_args
 import numpy as np
 
 from kernels.batch import Batch, head_weight_sums, prepare
-from kernels.config import Attention, Matmul, ModelConfig, Numerics, Optimizer, Precision
+from kernels.config import Attention, Matmul, ModelConfig, Numerics, Precision
 from kernels.devices import DEVICES, gpu_visible
-from kernels.engine import AdamW, Engine
-from kernels.parameters import parameter_table
+from kernels.engine import Engine
+from kernels.optimizers import OPTIMIZERS
 
 EULER: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "mtp_heads": 4}
 GPT2: dict[str, Any] = {
@@ -48,8 +49,7 @@ MODELS = {
 
 def matmul_flops_per_token(c: ModelConfig, length: int) -> int:
     """FLOPs of forward and backward a token: 6 x the weights used in products, and attention's causal half."""
-    qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
-    block = c.dim * (qkv + c.dim + c.ffn * (3 if c.mlp == "swiglu" else 2))
+    block = sum(outputs * inputs for outputs, inputs in c.linears.values())
     return 6 * (c.layers * block + c.vocab_size * c.dim * c.mtp_heads) + 6 * c.layers * length * c.dim
 
 
@@ -63,7 +63,7 @@ def random_batch(rng: np.random.Generator, config: ModelConfig, rows: int, lengt
 def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
     """The engine that the command line asks for."""
     chosen = {name: getattr(args, name) for name in ("precision", "matmul", "attention", "deterministic")}
-    given = {name: getattr(args, name) for name in ("device", "threads", "optimizer")}
+    given = {name: getattr(args, name) for name in ("device", "threads")}
     return Engine(
         MODELS[args.model],
         Numerics(**chosen),
@@ -80,7 +80,7 @@ def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lam
     begin = time.perf_counter()
     engine.micro_step(batch, scale)
     engine.reduce()
-    engine.update(AdamW(), 3e-4, meanwhile)
+    engine.update(3e-4, meanwhile)
     return time.perf_counter() - begin
 
 
@@ -106,7 +106,7 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
     """The median time from token to token in a row, greedy at batch 1, the cache filling as it goes and begun anew when full."""
     context, engine = MODELS[args.model].context, open_engine(args, training=False)
     cache, first, banned, came = (
-        engine.cache(),
+        engine.decoder.cache(),
         np.zeros((1, 1), np.int32),
         np.empty(0, np.int32),
         list[float](),
@@ -115,7 +115,7 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
         uniforms = repeat(np.zeros(1), min(missing, context))
         came += [
             time.perf_counter()
-            for _ in engine.draws(first, cache, uniforms, banned, temperature=0, top_k=0, top_p=1)
+            for _ in engine.decoder.draws(first, cache, uniforms, banned, temperature=0, top_k=0, top_p=1)
         ]
         cache.truncate(0)
     window = min(
@@ -142,6 +142,8 @@ class TimedOps:
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self.ops, name)
+        if name == "fp8":  # the group is the same object
+            return op and self
         if not name.endswith(("_forward", "_backward")) and name not in (
             "grad_norm",
             "adamw",
@@ -164,7 +166,7 @@ class TimedOps:
 
         return timed
 
-    def replay(self, key: object, work: Callable[[], None]) -> None:
+    def replay(self, graphs: object, key: object, work: Callable[[], None]) -> None:
         """Do the work itself each time, so that its operations are seen."""
         work()
 
@@ -201,7 +203,8 @@ def ops(args: argparse.Namespace) -> dict[str, Any]:
     """
     config, rng, engine = MODELS[args.model], np.random.default_rng(0), open_engine(args)
     recorder = TimedOps(engine.ops)
-    engine.use_ops(recorder)
+    operations: Any = recorder
+    engine.use_ops(operations)
     steps: list[dict[str, tuple[float, int, int]]] = []
     for _ in range(args.warmup + args.steps):
         recorder.calls.clear()
@@ -233,7 +236,7 @@ def matmul(args: argparse.Namespace) -> dict[str, Any]:
     By cuBLASLt's first candidate, by the one that timing chose, and by our own kernel, with its share of the chosen one's rate.
     """
     from kernels.cuda.matmul import cublaslt
-    from kernels.cuda.matmul.matmul import multiply_own
+    from kernels.cuda.matmul.matmul import multiply_custom
     from kernels.cuda.runtime.device import Device, to_bf16
     from kernels.cuda.runtime.launch import BF16, FLOAT
     from kernels.cuda.runtime.timing import milliseconds
@@ -251,39 +254,38 @@ def matmul(args: argparse.Namespace) -> dict[str, Any]:
     for name, (outputs, inputs) in linears(MODELS[args.model]).items():
         inp, weight, dout = array((rows, inputs)), array((outputs, inputs)), array((rows, outputs))
         dweight: Any = device.allocate(outputs * inputs * FLOAT.itemsize).view(FLOAT).reshape(outputs, inputs)
-        products = {
-            "forward": (dout, inp, weight, False, True, False),
-            "dinp": (inp, dout, weight, False, False, False),
-            "dweight": (dweight, dout, inp, True, False, True),
+        products: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+            "forward": (dout, inp, weight, {"transpose_b": True}),
+            "dinp": (inp, dout, weight, {}),
+            "dweight": (dweight, dout, inp, {"transpose_a": True, "accumulate": True}),
         }
-        for kind, (out, a, b, *flags) in products.items():
-            how: Any = *flags, "bf16"
-            plan = cublaslt.plan(device, out, a, b, *how)
+        for kind, (out, a, b, how) in products.items():
+            product = cublaslt.product_of(out, a, b, precision="bf16", **how)
+            plan = cublaslt.plan(device, product, out, a, b)
             works = [partial(plan.run, device, out, a, b, 0), partial(plan.run, device, out, a, b)]
-            works.append(partial(multiply_own, device, out, a, b, *flags))
-            times = dict(zip(("first", "best", "own"), milliseconds(device, works), strict=True))
+            works.append(partial(multiply_custom, device, out, a, b, **how))
+            times = dict(zip(("first", "best", "custom"), milliseconds(device, works), strict=True))
             row: dict[str, Any] = {"shape": (*out.shape, a.size // out.shape[0]), "candidate": plan.chosen}
             row |= {f"{which}_ms": round(ms, 4) for which, ms in times.items()}
             row |= {
                 f"{which}_tflops": round(2 * rows * outputs * inputs / ms / 1e9, 1)
                 for which, ms in times.items()
             }
-            results[f"{name} {kind}"] = {**row, "own_of_best": round(times["best"] / times["own"], 3)}
+            results[f"{name} {kind}"] = {**row, "custom_of_best": round(times["best"] / times["custom"], 3)}
     return {"device": device.model, "precision": "bf16", "cublaslt": cublaslt.version(), "products": results}
 
 
 def attention(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds and TFLOP/s of attention alone on the GPU, the causal half of its products counted (5 backward, 2 forward)."""
     from kernels.cuda import CudaOps
-    from kernels.cuda.attention.attention import attention_workspace_bytes
     from kernels.cuda.runtime.timing import milliseconds
 
     c, rng = MODELS[args.model], np.random.default_rng(0)
     ops = CudaOps(
         Numerics(precision=args.precision, attention=args.attention, deterministic=args.deterministic)
     )
-    need = attention_workspace_bytes(ops, ops.storage, args.batch, args.seq, c.heads, c.kv_heads, c.head_dim)
-    ops.use_workspace(ops.allocate(need))
+    sized = replace(c, context=args.seq)
+    ops.use_workspace(ops.allocate(ops.workspace_bytes(sized, args.batch * args.seq)))
 
     def array(*shape: int, dtype: Any = ops.storage) -> Any:
         memory = ops.allocate(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
@@ -307,11 +309,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of the weights of a block's products, and of a prediction head's."""
-    weights = {p.name: p.shape for p in parameter_table(config)}
-    found = {name: weights[f"blocks.0.{name}.weight"] for name in ("qkv", "proj", "up", "down")}
-    return {name: (shape[0], shape[1]) for name, shape in found.items()} | {
-        "head": (config.padded_vocab, config.dim)
-    }
+    return config.linears | {"head": (config.padded_vocab, config.dim)}
 
 
 MODES = {"train": train, "decode": decode, "ops": ops, "attention": attention, "matmul": matmul}
@@ -331,7 +329,7 @@ def main() -> None:
     parser.add_argument("--matmul", choices=get_args(Matmul), default="cublaslt")
     parser.add_argument("--attention", choices=get_args(Attention), default="hopper")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)

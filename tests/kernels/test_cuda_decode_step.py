@@ -240,9 +240,9 @@ def test_many_launches_in_turn() -> None:
 
 def nats_of_decoded(engine: Engine, tokens: Array) -> Array:
     """Of each token but the first its negative log probability, token by token behind a cache."""
-    cache, logits = engine.cache(), []
+    cache, logits = engine.decoder.cache(), []
     for t in range(tokens.shape[1]):
-        logits.append(engine.decode(tokens[:, t : t + 1].copy(), cache)[0].astype(np.float64))
+        logits.append(engine.decoder.decode(tokens[:, t : t + 1].copy(), cache)[0].astype(np.float64))
     taken = np.array(logits)
     return (np.log(np.exp(taken).sum(1)) - taken[np.arange(len(taken)), np.roll(tokens[0], -1)])[:-1]
 
@@ -275,7 +275,7 @@ def test_rows_that_are_taken(dtype: np.dtype[Any], width: int, kib: int, rows: i
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from kernels.cuda.decode.decode_step import fused_rows
 
-    device: Any = SimpleNamespace(processors=132, shared_bytes=kib * 1024)
+    device: Any = SimpleNamespace(sm_count=132, shared_bytes=kib * 1024)
     assert fused_rows(device, dtype, model(2, 4, 4, 256, width, 64)) == rows
 
 
@@ -286,7 +286,7 @@ def test_oracle_is_the_model(name: str) -> None:
     arrays = arrays_of(c, 1, 9, 0)
     engine = Engine(c, Numerics(), micro_batch=1, device="cpu", training=False, dtype=np.float64)
     engine.load(named(arrays["flat"].astype(np.float32), parameter_table(c)))
-    cache, tokens = engine.cache(), arrays["tokens"]
-    expected = np.concatenate([engine.decode(tokens[:, t : t + 1].copy(), cache) for t in range(9)])
+    cache, tokens = engine.decoder.cache(), arrays["tokens"]
+    expected = np.concatenate([engine.decoder.decode(tokens[:, t : t + 1].copy(), cache) for t in range(9)])
     got = runner(c)(Cpu(np.float64, FLOAT), arrays)["logits"][:, : c.vocab_size]
     assert_within("logits", got, expected, 1e-6 * float(np.abs(expected).max()))

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from kernels.batch import Batch, head_weight_sums
-from kernels.config import ModelConfig, Numerics, Optimizer
+from kernels.config import ModelConfig, Numerics
 from kernels.cpu.fp8 import fp8
-from kernels.engine import AdamW, Engine
+from kernels.engine import Engine
 from kernels.generation import Sampling, generate_batch
 from kernels.memory import memory_plan
+from kernels.optimizers import OPTIMIZERS
 from tests.compare import Array, Arrays, assert_same_bits, from_fp8
 from tests.cuda import BF16, UNIT, gpu, rounded
 from tests.gradient_check import MODELS, make_problem
@@ -42,12 +43,14 @@ def _gpu() -> None:
 
 
 def engine_on_gpu(
-    config: ModelConfig, weights: Arrays | None = None, optimizer: Optimizer = "adamw", **numerics: Any
+    config: ModelConfig, weights: Arrays | None = None, optimizer: str = "adamw", **numerics: Any
 ) -> Engine:
     """An engine on the GPU with these weights, or the initial ones; the test is skipped where it has no FP8 and should."""
     if numerics.get("precision") == "fp8" and int(gpu().arch[3:]) < 89:
         pytest.skip(f"{gpu().arch} has no FP8 products")
-    engine = Engine(config, Numerics(**numerics), micro_batch=3, device="cuda", optimizer=optimizer)
+    engine = Engine(
+        config, Numerics(**numerics), micro_batch=3, device="cuda", optimizer=OPTIMIZERS[optimizer]()
+    )
     if weights is not None:
         engine.load(weights)
     return engine
@@ -125,7 +128,7 @@ def bf16_baseline(
     """Gradients as the CPU computes them in fp32 where everything is rounded that a bf16 engine, or another, rounds."""
     engine = Engine(config, Numerics(), micro_batch=3, device="cpu")
     engine.load(weights)
-    engine._model.weights = {name: rounded(weight, BF16) for name, weight in weights.items()}
+    engine._model.tensors.compute_weights = {name: rounded(weight, BF16) for name, weight in weights.items()}
     engine.use_ops(ops(engine, config))
     return gradients(engine, batch, scale)
 
@@ -154,7 +157,9 @@ class Fp8Ops(RoundingOps):
     def __init__(self, engine: Engine, config: ModelConfig) -> None:
         super().__init__(engine, config)
         self.blocks = {
-            id(weight) for name, weight in engine._model.weights.items() if name.startswith("blocks.")
+            id(weight)
+            for name, weight in engine._model.tensors.compute_weights.items()
+            if name.startswith("blocks.")
         }
 
     def matmul_forward(self, out: Array, inp: Array, weight: Array, bias: Array | None = None) -> None:
@@ -216,7 +221,7 @@ def test_fp8_gradients(name: str, updated: bool) -> None:
     engine = engine_on_gpu(config, precision="fp8")
     if updated:
         engine.micro_step(batch_of(config, seed=2, rows=2), scale)
-        engine.update(AdamW(), 1e-3)
+        engine.update(1e-3)
     weights, got = engine.weights(), gradients(engine, batch, scale)
     oracle = Engine(config, Numerics(), micro_batch=3, device="cpu", dtype=np.float64)
     oracle.load(weights)
@@ -240,7 +245,7 @@ def test_fp8_gradients(name: str, updated: bool) -> None:
     ],
 )
 @pytest.mark.parametrize("name", LARGE)
-def test_training_goes_on_bit_for_bit(name: str, precision: str, optimizer: Optimizer) -> None:
+def test_training_goes_on_bit_for_bit(name: str, precision: str, optimizer: str) -> None:
     config = LARGE[name]
 
     def train(engine: Engine, steps: range) -> list[float]:
@@ -249,7 +254,7 @@ def test_training_goes_on_bit_for_bit(name: str, precision: str, optimizer: Opti
             for part in range(2):
                 batch = batch_of(config, seed=2 * step + part, rows=3 - part)
                 engine.micro_step(batch, np.full(config.mtp_heads, 1e-3))
-            norms.append(engine.update(AdamW(), 1e-3 * (step + 1)).grad_norm)
+            norms.append(engine.update(1e-3 * (step + 1)).grad_norm)
         return norms
 
     whole, first, resumed = (
@@ -266,17 +271,17 @@ def test_training_goes_on_bit_for_bit(name: str, precision: str, optimizer: Opti
 # The update on the GPU: weights after three steps, and a loss sum that is not the step's own. A momentum of 0.9 in place of
 # Muon's 0.95 changes the losses by 2e-5.
 @pytest.mark.parametrize(("name", "optimizer"), [("euler", "adamw"), ("gpt2", "adamw"), ("euler", "muon")])
-def test_updates_are_the_cpus(name: str, optimizer: Optimizer) -> None:
+def test_updates_are_the_cpus(name: str, optimizer: str) -> None:
     config, batch = LARGE[name], batch_of(LARGE[name], seed=3)
     engines = (
         engine_on_gpu(config, optimizer=optimizer),
-        Engine(config, Numerics(), micro_batch=3, device="cpu", optimizer=optimizer),
+        Engine(config, Numerics(), micro_batch=3, device="cpu", optimizer=OPTIMIZERS[optimizer]()),
     )
     scale = 1 / config.mtp_heads / head_weight_sums(batch, config.mtp_heads)
     for _ in range(3):
         for engine in engines:
             engine.micro_step(batch, scale)
-        ours, cpus = (engine.update(AdamW(), 1e-3) for engine in engines)
+        ours, cpus = (engine.update(1e-3) for engine in engines)
         assert error(ours.nll_sums, cpus.nll_sums) <= 1e-5
         assert abs(ours.grad_norm / cpus.grad_norm - 1) <= 1e-4
 
@@ -287,10 +292,10 @@ def test_nonfinite_gradient(precision: str) -> None:
     config = LARGE["euler"]
     engine = engine_on_gpu(config, precision=precision)
     engine.micro_step(batch_of(config, 1), np.full(config.mtp_heads, 1e-3))
-    engine.update(AdamW(), 1e-3)
+    engine.update(1e-3)
     before = engine.state()
     engine.micro_step(batch_of(config, 0), np.full(config.mtp_heads, 1e38))
-    assert not np.isfinite(engine.update(AdamW(), 1e-3).grad_norm)
+    assert not np.isfinite(engine.update(1e-3).grad_norm)
     assert_same_bits(engine.state(), before)
     assert (engine.first_nonfinite() or "").startswith("gradient of ")
 
@@ -332,14 +337,16 @@ def test_draws_in_a_row_are_those_one_by_one(name: str, batch: int, precision: A
     engine = Engine(config, Numerics(precision=precision), micro_batch=batch, device="cuda", training=False)
     tokens = rng.integers(config.vocab_size, size=(batch, 3), dtype=np.int32)
     numbers, banned = rng.random((config.context - 2, batch)), np.array([5], np.int32)
-    caches = [engine.cache(batch) for _ in range(3)]
+    caches = [engine.decoder.cache(batch) for _ in range(3)]
     for how in ({"temperature": 0, "top_k": 0, "top_p": 1}, {"temperature": 1.0, "top_k": 90, "top_p": 0.9}):
         expected, fed = [], tokens
         for uniform in numbers:
-            expected.append(engine.draw(fed, caches[0], uniform, banned, **how))
+            expected.append(engine.decoder.draw(fed, caches[0], uniform, banned, **how))
             fed = expected[-1][:, None]
         for _ in range(2):  # the second time from graphs alone
-            running = [engine.draws(tokens, cache, iter(numbers), banned, **how) for cache in caches[1:]]
+            running = [
+                engine.decoder.draws(tokens, cache, iter(numbers), banned, **how) for cache in caches[1:]
+            ]
             for drawn in expected:
                 for draws in running:
                     assert np.array_equal(next(draws), drawn)
@@ -347,12 +354,12 @@ def test_draws_in_a_row_are_those_one_by_one(name: str, batch: int, precision: A
             assert [cache.length for cache in caches] == [config.context] * 3
             for cache in caches[1:]:
                 cache.truncate(0)
-        draws = engine.draws(tokens, caches[1], iter(numbers), banned, **how)
+        draws = engine.decoder.draws(tokens, caches[1], iter(numbers), banned, **how)
         assert [next(draws).tolist() for _ in range(5)] == [drawn.tolist() for drawn in expected[:5]]
         draws.close()
         assert caches[1].length == 7
         assert np.array_equal(
-            engine.draw(expected[4][:, None], caches[1], numbers[5], banned, **how), expected[5]
+            engine.decoder.draw(expected[4][:, None], caches[1], numbers[5], banned, **how), expected[5]
         )
         for cache in caches:
             cache.truncate(0)

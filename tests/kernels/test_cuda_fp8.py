@@ -82,7 +82,7 @@ def test_cast(rows: int, columns: int, more: int) -> None:
         fp8(device, to["out"], to["transposed"], of_gpu, noted, source, measure=factor is None)
         got = {name: device.download(array) for name, array in {**to, "scale": of_gpu, "most": noted}.items()}
         assert_same_bits(got, {"out": out, "transposed": transposed, "scale": scale, "most": most})
-    assert not device.download(device.finished).any()
+    assert not device.download(device.block_counters).any()
 
 
 # Infinity or NaN in a corner that the maximum passes over: training would go on with wrong numbers.
@@ -199,7 +199,7 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Device:
     monkeypatch.setattr(cublaslt, "user_cache", lambda: tmp_path)
     monkeypatch.setattr(cublaslt, "_PLANS", {})
     monkeypatch.setattr(found, "matmul", "cublaslt", raising=False)
-    monkeypatch.setattr(found, "measuring", True)
+    monkeypatch.setattr(found, "current_scaling", True)
     monkeypatch.setattr(found, "precision", "bf16", raising=False)
     return found
 
@@ -267,7 +267,7 @@ def test_mlp_is_its_parts(device: Device, rows: int, hidden: int, width: int) ->
         return {name: device.download(array) for name, array in kept.items()}
 
     measured = mlp()
-    device.measuring = False
+    device.current_scaling = False
     got = mlp()
     up, act, dup = (on_gpu(device, np.full((rows, hidden), np.nan), BF16) for _ in range(3))
     out, dinp = (on_gpu(device, np.full((rows, width), np.nan), BF16) for _ in range(2))
@@ -299,7 +299,7 @@ def test_mlp_is_its_parts(device: Device, rows: int, hidden: int, width: int) ->
 # A GPU that has no FP8 products, or a model whose widths they do not take: the library's error in the middle of a run.
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(device: Any) -> None:
-        device.arch, device.model, device.processors = arch, "Some GPU", 132
+        device.arch, device.model, device.sm_count = arch, "Some GPU", 132
 
     monkeypatch.setattr(Device, "__init__", opened)
     arch = "sm_86"

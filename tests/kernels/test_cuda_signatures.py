@@ -56,7 +56,7 @@ def array(shape: tuple[int, ...], dtype: Any) -> HostArray:
 class RecordingDevice:
     """kernels.cuda.runtime.device.Device as far as launchers use it."""
 
-    processors, shared_bytes, arch, matmul, deterministic, stream = (
+    sm_count, shared_bytes, arch, matmul, deterministic, stream = (
         132,
         227 * 1024,
         "sm_90",
@@ -69,7 +69,7 @@ class RecordingDevice:
         self.precision, self.attention = precision, attention
         self.storage = BF16 if precision == "bf16" else FLOAT
         self.launched: set[tuple[Kernel, Template]] = set()
-        self.finished = np.zeros(4 * self.processors, np.int32)
+        self.block_counters = np.zeros(4 * self.sm_count, np.int32)
 
     def launch(
         self,
@@ -93,7 +93,7 @@ class RecordingDevice:
         """Arrays of these shapes and dtypes."""
         return [array(shape, dtype) for shape, dtype in parts]
 
-    def kept(self, name: str, size: int) -> HostArray:
+    def persistent_buffer(self, name: str, size: int) -> HostArray:
         """As Device's."""
         return array((size,), np.uint8)
 

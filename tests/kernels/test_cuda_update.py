@@ -15,7 +15,8 @@ from kernels.cpu.grad_norm import grad_norm
 from kernels.cpu.muon import muon
 from kernels.cpu.sample import sample as cpu_sample
 from kernels.cpu.weighted_sum import weighted_sum_forward
-from kernels.parameters import MUON, Matrices
+from kernels.optimizers import Matrices
+from kernels.parameters import MUON
 from tests.cases import CROSS_ENTROPY, GRADIENTS
 from tests.compare import Array, Arrays, assert_same_bits, normal
 from tests.cuda import BF16, FLOAT, STORAGES, Gpu, Side, assert_calibrated_op, gpu, on_gpu, on_host, rounded
@@ -383,11 +384,13 @@ def test_sampling_in_a_graph(storage: Any) -> None:
     on_device, uniform = on_gpu(device, logits, storage), on_gpu(device, np.zeros(4), np.float64)
     out = on_gpu(device, np.zeros(4), np.int32)
     settings: dict[str, Any] = {"temperature": 0.8, "top_k": 0, "top_p": 0.95}
+    graphs = device.new_graphs()
     for seed in range(4):
         host = np.random.default_rng(seed).random(4)
         device.upload(uniform, host)
         device.replay(
-            ("test_sampling_in_a_graph", id(out)),
+            graphs,
+            "sample",
             lambda: sample(device, out, on_device, uniform, vocab_size=vocab_size, **settings),
         )
         expected = np.empty(4, np.int32)

@@ -17,7 +17,8 @@ import numpy as np
 
 from kernels.batch import Batch, head_weight_sums
 from kernels.config import Numerics
-from kernels.engine import AdamW, Engine
+from kernels.engine import Engine
+from kernels.optimizers import AdamW
 from tests.compare import Arrays, assert_calibrated
 from tests.gradient_check import MODELS, MTP_WEIGHTS
 
@@ -31,7 +32,9 @@ def train(name: str, dtype: str) -> Arrays:
     """Gradients of a micro-step, parameters after the update, and an evaluation."""
     heads = {"euler": (2, 1), "gpt2": (3, 3)}[name]
     config = dataclasses.replace(MODELS[name], **SMALL, heads=heads[0], kv_heads=heads[1])
-    engine = Engine(config, Numerics(), micro_batch=2, threads=1, dtype=DTYPES[dtype])
+    engine = Engine(
+        config, Numerics(), micro_batch=2, threads=1, dtype=DTYPES[dtype], optimizer=AdamW(eps=1.0)
+    )
     rng = np.random.default_rng(0)
     ids = rng.integers(9, size=(2, 7), dtype=np.int32)
     document = np.array([[0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1]], np.int32)
@@ -41,7 +44,7 @@ def train(name: str, dtype: str) -> Arrays:
     engine.micro_step(batch, scale)
     result = {f"gradient {key}": gradient for key, gradient in engine.gradients().items()}
     # Without Adam's division by the gradient's own size, which would make much of a rounding: eps of 1.
-    update = engine.update(AdamW(eps=1.0), 0.1)
+    update = engine.update(0.1)
     result |= {
         "norm": np.array(update.grad_norm),
         "nll_sums": update.nll_sums,

@@ -37,9 +37,9 @@ def ids(rows: int = 1) -> Array:
 
 def cached(engine: Engine, tokens: Array, pieces: list[int]) -> Array:
     """(pieces, B, V) log-probabilities after each piece."""
-    cache, logits, begin = engine.cache(len(tokens)), [], 0
+    cache, logits, begin = engine.decoder.cache(len(tokens)), [], 0
     for count in pieces:
-        logits.append(engine.decode(np.ascontiguousarray(tokens[:, begin : begin + count]), cache))
+        logits.append(engine.decoder.decode(np.ascontiguousarray(tokens[:, begin : begin + count]), cache))
         begin += count
         assert cache.length == begin
     return log_softmax(np.array(logits))
@@ -88,24 +88,26 @@ def test_rows_decode_as_each_alone(name: str) -> None:
 @NAMES
 def test_truncated_cache_goes_on_as_if_nothing_had_been(name: str) -> None:
     engine, tokens = make(name), ids()
-    first, other = engine.cache(), engine.cache()
-    engine.decode(tokens[:, :4].copy(), first)
-    engine.decode(60 - tokens[:, :9], other)
-    engine.decode(60 - tokens[:, 4:9], first)
+    first, other = engine.decoder.cache(), engine.decoder.cache()
+    engine.decoder.decode(tokens[:, :4].copy(), first)
+    engine.decoder.decode(60 - tokens[:, :9], other)
+    engine.decoder.decode(60 - tokens[:, 4:9], first)
     first.truncate(4)
-    fresh = engine.cache()
-    engine.decode(tokens[:, :4].copy(), fresh)
+    fresh = engine.decoder.cache()
+    engine.decoder.decode(tokens[:, :4].copy(), fresh)
     last = tokens[:, 4:7].copy()
-    assert_same_bits({"logits": engine.decode(last, first)}, {"logits": engine.decode(last, fresh)})
+    assert_same_bits(
+        {"logits": engine.decoder.decode(last, first)}, {"logits": engine.decoder.decode(last, fresh)}
+    )
 
 
 # Beyond the context there is no position and no room.
 def test_full_context_is_refused() -> None:
     engine, cache = make("euler"), None
-    cache = engine.cache()
-    engine.decode(ids(), cache)
+    cache = engine.decoder.cache()
+    engine.decoder.decode(ids(), cache)
     with pytest.raises(ValueError, match=r"^context: 11 \+ 1 tokens exceed model\.context = 11$"):
-        engine.decode(np.zeros((1, 1), np.int32), cache)
+        engine.decoder.decode(np.zeros((1, 1), np.int32), cache)
     assert cache.length == CONTEXT
 
 
@@ -113,7 +115,7 @@ def test_full_context_is_refused() -> None:
 def test_logits_are_the_vocabulary_in_float32() -> None:
     for kind in ({}, {"dtype": np.float64}):
         engine = make("euler", **kind)
-        logits = engine.decode(ids(2), engine.cache(2))
+        logits = engine.decoder.decode(ids(2), engine.decoder.cache(2))
         assert logits.shape == (2, VOCAB)
         assert logits.dtype == np.float32
 
@@ -129,7 +131,6 @@ class Asynchronous:
     def __init__(self, ops: Any, late: bool) -> None:
         self.ops, self.late, self.done = ops, late, 0
         self.waiting: list[Callable[[], None]] = []
-        self.recorded: dict[Hashable, list[Callable[[], None]]] = {}
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self.ops, name)
@@ -143,29 +144,27 @@ class Asynchronous:
         if not self.late:
             self.synchronize()
 
-    def replay(self, key: Hashable, work: Callable[[], None]) -> None:
+    def new_graphs(self) -> dict[Hashable, list[Callable[[], None]]]:
+        """As Device's."""
+        return {}
+
+    def replay(self, graphs: Any, key: Hashable, work: Callable[[], None]) -> None:
         """As Device's, but recorded the first time."""
-        if key not in self.recorded:
+        if key not in graphs:
             recorder = Asynchronous(self.ops, True)
             start, self.start = self.start, recorder.start  # type: ignore[method-assign]
             work()
-            self.recorded[key], self.start = recorder.waiting, start  # type: ignore[method-assign]
-        for operation in self.recorded[key]:
+            graphs[key], self.start = recorder.waiting, start  # type: ignore[method-assign]
+        for operation in graphs[key]:
             self.start(operation)
 
-    def forget(self, owner: int) -> None:
-        """As Device's."""
-        self.recorded = {
-            key: work for key, work in self.recorded.items() if not isinstance(key, tuple) or key[-1] != owner
-        }
-
-    def mark(self) -> int:
+    def record_event(self) -> int:
         """How many operations there were so far."""
         return self.done + len(self.waiting)
 
-    def synchronize(self, mark: int | None = None) -> None:
-        """Do what comes before the mark, or all."""
-        while self.waiting and (mark is None or self.done < mark):
+    def synchronize(self, event: int | None = None) -> None:
+        """Do what comes before the event, or all."""
+        while self.waiting and (event is None or self.done < event):
             self.waiting.pop(0)()
             self.done += 1
 
@@ -185,8 +184,14 @@ def make_kind(kind: str) -> Engine:
     """An engine of the CPU, or one whose operations go on after the call."""
     engine = make("euler")
     if kind != "cpu":
-        engine.use_ops(Asynchronous(engine.ops, kind == "late"))
+        operations: Any = Asynchronous(engine.ops, kind == "late")
+        engine.use_ops(operations)
     return engine
+
+
+def waiting_of(engine: Engine) -> list[Any]:
+    """What an engine's operations have not done yet."""
+    return list(getattr(engine.ops, "waiting"))  # noqa: B009 (no attribute of Ops)
 
 
 def uniforms(batch: int, count: int = CONTEXT - 1) -> Array:
@@ -197,9 +202,9 @@ def uniforms(batch: int, count: int = CONTEXT - 1) -> Array:
 def one_by_one(tokens: Array, banned: Array, how: dict[str, Any]) -> Array:
     """What `draw` gives on the CPU, until the context is full."""
     engine, drawn = make("euler"), []
-    cache = engine.cache(len(tokens))
+    cache = engine.decoder.cache(len(tokens))
     for uniform in uniforms(len(tokens), CONTEXT + 1 - tokens.shape[1]):
-        drawn.append(engine.draw(tokens, cache, uniform, banned, **how))
+        drawn.append(engine.decoder.draw(tokens, cache, uniform, banned, **how))
         tokens = drawn[-1][:, None]
     assert cache.length == CONTEXT
     return np.array(drawn)
@@ -214,13 +219,15 @@ def one_by_one(tokens: Array, banned: Array, how: dict[str, Any]) -> Array:
 def test_draws_in_a_row_are_those_one_by_one(kind: str, batch: int, count: int, how: dict[str, Any]) -> None:
     engine, tokens = make_kind(kind), ids(batch)[:, :count].copy()
     for banned in (BANNED[:0], BANNED):
-        cache, expected = engine.cache(batch), one_by_one(tokens, banned, how)
+        cache, expected = engine.decoder.cache(batch), one_by_one(tokens, banned, how)
         for _ in range(2):  # the second time from graphs alone
-            drawn = list(engine.draws(tokens, cache, iter(uniforms(batch, len(expected))), banned, **how))
+            drawn = list(
+                engine.decoder.draws(tokens, cache, iter(uniforms(batch, len(expected))), banned, **how)
+            )
             np.testing.assert_array_equal(drawn, expected)
             assert cache.length == CONTEXT
             cache.truncate(0)
-    assert list(engine.draws(tokens, cache, [], BANNED, **how)) == []
+    assert list(engine.decoder.draws(tokens, cache, [], BANNED, **how)) == []
 
 
 # The GPU waits for the host if the next pass is launched after a token was read; the CPU computes what nobody may ask for if it
@@ -229,11 +236,11 @@ def test_a_gpu_is_kept_one_pass_ahead() -> None:
     for kind, ahead in (("cpu", 0), ("late", 1)):
         engine, asked = make_kind(kind), []
         numbers = (asked.append(1) or uniform for uniform in uniforms(1))  # type: ignore[func-returns-value]
-        draws = engine.draws(ids()[:, :2].copy(), engine.cache(), numbers, BANNED, **DRAWN)
+        draws = engine.decoder.draws(ids()[:, :2].copy(), engine.decoder.cache(), numbers, BANNED, **DRAWN)
         for k, _ in enumerate(draws, 1):
             assert len(asked) == min(k + ahead, CONTEXT - 1)
             if kind == "late":
-                assert bool(engine.ops.waiting) == (k < CONTEXT - 1)
+                assert bool(waiting_of(engine)) == (k < CONTEXT - 1)
 
 
 def stopped(draws: Generator[Array], count: int, how: str) -> None:
@@ -253,11 +260,11 @@ def stopped(draws: Generator[Array], count: int, how: str) -> None:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_draws_that_are_stopped(kind: str, how: str, count: int) -> None:
     engine, tokens = make_kind(kind), ids()[:, :2].copy()
-    cache, expected = engine.cache(), one_by_one(tokens, BANNED, DRAWN)
-    stopped(engine.draws(tokens, cache, uniforms(1), BANNED, **DRAWN), count, how)
+    cache, expected = engine.decoder.cache(), one_by_one(tokens, BANNED, DRAWN)
+    stopped(engine.decoder.draws(tokens, cache, uniforms(1), BANNED, **DRAWN), count, how)
     assert cache.length == 1 + count
-    assert kind == "cpu" or not engine.ops.waiting
-    rest = engine.draws(expected[count - 1][:, None], cache, uniforms(1)[count:], BANNED, **DRAWN)
+    assert kind == "cpu" or not waiting_of(engine)
+    rest = engine.decoder.draws(expected[count - 1][:, None], cache, uniforms(1)[count:], BANNED, **DRAWN)
     np.testing.assert_array_equal(list(rest), expected[count:])
 
 
@@ -265,14 +272,17 @@ def test_draws_that_are_stopped(kind: str, how: str, count: int) -> None:
 @EVERY_KIND
 def test_draws_that_fail(kind: str) -> None:
     engine = make_kind(kind)
-    cache, came = engine.cache(), 0
+    cache, came = engine.decoder.cache(), 0
     with pytest.raises(ValueError, match=r"^context: 11 \+ 1 tokens exceed model\.context = 11$"):
-        for _ in engine.draws(ids()[:, :2].copy(), cache, uniforms(1, 20), BANNED, **DRAWN):
+        for _ in engine.decoder.draws(ids()[:, :2].copy(), cache, uniforms(1, 20), BANNED, **DRAWN):
             came += 1
     assert came == CONTEXT - 1 - (kind != "cpu")
     assert cache.length == 1 + came
     cache.truncate(0)
-    assert len(list(engine.draws(ids()[:, :2].copy(), cache, uniforms(1), BANNED, **DRAWN))) == CONTEXT - 1
+    assert (
+        len(list(engine.decoder.draws(ids()[:, :2].copy(), cache, uniforms(1), BANNED, **DRAWN)))
+        == CONTEXT - 1
+    )
 
 
 # Two answers at once, or anything else that the engine is asked for while draws go on: a slot that they share.
@@ -280,33 +290,39 @@ def test_draws_that_fail(kind: str) -> None:
 def test_draws_and_other_uses_in_turns(kind: str) -> None:
     engine, one, three = make_kind(kind), ids()[:, :2].copy(), ids(3)[:, :2].copy()
     expected = [one_by_one(tokens, BANNED, DRAWN) for tokens in (one, three)]
-    logits = engine.decode(one, engine.cache())
+    logits = engine.decoder.decode(one, engine.decoder.cache())
     running = [
-        engine.draws(tokens, engine.cache(len(tokens)), uniforms(len(tokens)), BANNED, **DRAWN)
+        engine.decoder.draws(
+            tokens, engine.decoder.cache(len(tokens)), uniforms(len(tokens)), BANNED, **DRAWN
+        )
         for tokens in (one, three)
     ]
     for pair in zip(*expected, strict=True):
         for draws, drawn in zip(running, pair, strict=True):
             np.testing.assert_array_equal(next(draws), drawn)
-            assert_same_bits({"logits": engine.decode(one, engine.cache())}, {"logits": logits})
-        cache = engine.cache()
-        assert engine.draw(one, cache, uniforms(1)[0], BANNED, **DRAWN) == expected[0][0]
-        engine.draft(0, cache, uniforms(2)[0], BANNED, **DRAWN)
+            assert_same_bits(
+                {"logits": engine.decoder.decode(one, engine.decoder.cache())}, {"logits": logits}
+            )
+        cache = engine.decoder.cache()
+        assert engine.decoder.draw(one, cache, uniforms(1)[0], BANNED, **DRAWN) == expected[0][0]
+        engine.decoder.draft(0, cache, uniforms(2)[0], BANNED, **DRAWN)
 
 
 # What would be written into the cache beside its draws belongs to neither.
 @EVERY_KIND
 def test_cache_of_draws_is_its_own(kind: str) -> None:
     engine, tokens = make_kind(kind), ids()[:, :2].copy()
-    cache, expected = engine.cache(), one_by_one(tokens, BANNED, DRAWN)
-    draws = engine.draws(tokens, cache, uniforms(1), BANNED, **DRAWN)
+    cache, expected = engine.decoder.cache(), one_by_one(tokens, BANNED, DRAWN)
+    draws = engine.decoder.draws(tokens, cache, uniforms(1), BANNED, **DRAWN)
     drawn = [next(draws)]
     for use in (
-        lambda: engine.decode(tokens, cache),
-        lambda: engine.draw(tokens, cache, uniforms(1)[0], BANNED, **DRAWN),
-        lambda: next(engine.draws(tokens, cache, uniforms(1), BANNED, **DRAWN)),
+        lambda: engine.decoder.decode(tokens, cache),
+        lambda: engine.decoder.draw(tokens, cache, uniforms(1)[0], BANNED, **DRAWN),
+        lambda: next(engine.decoder.draws(tokens, cache, uniforms(1), BANNED, **DRAWN)),
     ):
-        with pytest.raises(ValueError, match=r"^cache: draws from it go on; end or close them first$"):
+        with pytest.raises(
+            ValueError, match=r"^cache: a generator of draws still uses it; exhaust or close it first$"
+        ):
             use()
     np.testing.assert_array_equal([*drawn, *draws], expected)
 
@@ -333,4 +349,4 @@ def test_generation_is_the_same_where_the_device_is_ahead(kind: str) -> None:
     text = generate(engine, [1, 2], sampling, max_tokens=4 * CONTEXT)
     assert [next(text) for _ in range(5)] == whole[:5]
     del text
-    assert not engine.ops.waiting
+    assert not waiting_of(engine)

@@ -11,7 +11,8 @@ from kernels import memory
 from kernels.arena import ALIGNMENT_BYTES
 from kernels.batch import Batch, document_start, head_targets, head_weight_sums
 from kernels.config import ModelConfig, Numerics
-from kernels.engine import AdamW, Engine
+from kernels.engine import Engine
+from kernels.optimizers import AdamW
 from kernels.parameters import INIT_DIM, INIT_STD
 from tests.compare import Array, Arrays, assert_calibrated, assert_same_bits, assert_within
 from tests.gradient_check import MODELS, MTP_WEIGHTS
@@ -48,7 +49,7 @@ def train(engine: Engine, steps: range, lr: float = 1e-2) -> Arrays:
         batch = make_batch(seed=step)
         engine.micro_step(batch, scale_of(engine, batch))
         engine.reduce()
-        sums.append(engine.update(AdamW(), lr).nll_sums)
+        sums.append(engine.update(lr).nll_sums)
     return {**engine.state(), "sums": np.array(sums)}
 
 
@@ -57,7 +58,7 @@ def accumulated(engine: Engine, *batches: Batch) -> Arrays:
     for batch in batches:
         engine.micro_step(batch, scale_of(engine, *batches))
     gradients = engine.gradients()
-    update = engine.update(AdamW(), 0.0)
+    update = engine.update(0.0)
     return {**gradients, "nll_sums": update.nll_sums, "norm": np.array([update.grad_norm])}
 
 
@@ -97,7 +98,7 @@ def test_loss_at_the_start_is_that_of_guessing(name: str) -> None:
 @NAMES
 def test_learns_one_batch_by_heart(name: str) -> None:
     engine, ids = (
-        make(name, micro_batch=2),
+        make(name, micro_batch=2, optimizer=AdamW(weight_decay=0.0)),
         np.random.default_rng(0).permutation(VOCAB).astype(np.int32)[:24].reshape(2, 12),
     )
     document = np.repeat([[0, 1], [0, 0]], [5, 6], axis=1).astype(np.int32)
@@ -106,7 +107,7 @@ def test_learns_one_batch_by_heart(name: str) -> None:
     scale = 1 / sums
     for _ in range(300):
         engine.micro_step(batch, scale)
-        update = engine.update(AdamW(weight_decay=0.0), 1e-2)
+        update = engine.update(1e-2)
     assert (update.nll_sums / sums < 0.02).all(), update.nll_sums / sums
     evaluation = engine.evaluate(batch)
     assert evaluation.correct[evaluation.weight > 0].all()
@@ -142,10 +143,10 @@ def test_evaluation_does_not_disturb_training(name: str) -> None:
         if evaluate:
             engine.evaluate(make_batch(seed=3))
             engine.score(make_batch(seed=4))
-            engine.decode(np.ones((1, 3), np.int32), engine.cache())
+            engine.decoder.decode(np.ones((1, 3), np.int32), engine.decoder.cache())
         engine.micro_step(batches[1], scale)
         gradients = engine.gradients()
-        update = engine.update(AdamW(), 1e-2)
+        update = engine.update(1e-2)
         results.append(
             {**gradients, **engine.state(), "sums": update.nll_sums, "norm": np.array(update.grad_norm)}
         )
@@ -252,13 +253,13 @@ def test_norm_and_clearing(name: str) -> None:
     engine, batch = make(name), make_batch()
     engine.micro_step(batch, scale_of(engine, batch))
     exact = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in engine.gradients().values()))
-    assert engine.update(AdamW(), 1e-3).grad_norm == pytest.approx(exact, rel=1e-5)
+    assert engine.update(1e-3).grad_norm == pytest.approx(exact, rel=1e-5)
     fresh = make(name)
     fresh.load(engine.weights())
     for one in (engine, fresh):
         one.micro_step(batch, scale_of(one, batch))
     assert_same_bits(engine.gradients(), fresh.gradients())
-    assert_same_bits(*({"nll_sums": one.update(AdamW(), 1e-3).nll_sums} for one in (engine, fresh)))
+    assert_same_bits(*({"nll_sums": one.update(1e-3).nll_sums} for one in (engine, fresh)))
 
 
 # Padding rows that receive the softmax's share of the gradient, or that moments move: a token that does not exist would be
@@ -280,7 +281,10 @@ def test_engine_without_training_computes_the_same(name: str) -> None:
     inference.load(training.weights())
     results = [engine.evaluate(make_batch(seed=3)) for engine in (training, inference)]
     assert_same_bits(vars(results[1]), vars(results[0]))
-    logits = [engine.decode(make_batch(2).tokens, engine.cache(2)) for engine in (training, inference)]
+    logits = [
+        engine.decoder.decode(make_batch(2).tokens, engine.decoder.cache(2))
+        for engine in (training, inference)
+    ]
     assert_same_bits({"logits": logits[1]}, {"logits": logits[0]})
 
 
@@ -291,7 +295,7 @@ def test_nonfinite_update_is_no_step(name: str) -> None:
     train(engine, range(1))
     before = engine.state()
     engine.micro_step(batch, np.full(engine.config.mtp_heads, np.nan))
-    assert not np.isfinite(engine.update(AdamW(), 1e-2).grad_norm)
+    assert not np.isfinite(engine.update(1e-2).grad_norm)
     assert_same_bits(engine.state(), before)
     assert int(before["step"]) == 1
 

@@ -7,9 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kernels.arena import ALIGNMENT_BYTES, Arena, Buffer, Exchange
+from kernels.arena import ALIGNMENT_BYTES, Arena, Buffer, plan_bytes
 from kernels.config import ModelConfig, Numerics
-from kernels.fp8 import block_products
+from kernels.cpu import CpuOps
+from kernels.fp8 import block_weights
+from kernels.kv_cache import TokenIO
 from kernels.memory import activation_plan, check_fits, memory_plan, parameter_plan, report
 from kernels.parameters import RUN, parameter_table
 from tests.gradient_check import MODELS
@@ -19,15 +21,8 @@ FLOAT32 = np.dtype(np.float32)
 
 def arena_of(plan: list[Buffer]) -> tuple[Arena, np.ndarray]:
     """An arena and the memory that it asked for."""
-    taken: list[np.ndarray] = []
-
-    def allocate(size: int) -> np.ndarray:
-        taken.append(np.zeros(size, np.uint8))
-        return taken[-1]
-
-    arena = Arena(plan, allocate)
-    assert len(taken) == 1
-    return arena, taken[0]
+    memory = np.zeros(plan_bytes(plan), np.uint8)
+    return Arena(plan, memory), memory
 
 
 def full_plan(config: ModelConfig, *, training: bool = True, recompute: bool = False) -> list[Buffer]:
@@ -130,24 +125,20 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
         check_fits(plan, 8, 1000)
 
 
-# Host and device each with memory of its own: a token that is read anew for ever.
-def test_exchange_is_one_memory() -> None:
-    plan, memory = (
-        [Buffer("a", "k", (3,), FLOAT32), Buffer("b", "k", (2,), FLOAT32)],
-        np.zeros(3 * ALIGNMENT_BYTES, np.uint8),
-    )
-    exchange = Exchange(plan, lambda size: (memory[:size], memory[:size]))
-    exchange.host.view("a", (3,))[...] = 1
-    exchange.host.view("b", (2,))[...] = 2
-    np.testing.assert_array_equal(exchange.device.view("a", (3,)), np.ones(3))
-    np.testing.assert_array_equal(exchange.device.view("b", (1,)), [2])
+# Host and device each with memory of its own: the device would read a token that was never written.
+def test_token_io_is_one_memory() -> None:
+    token_io = TokenIO(MODELS["euler"], CpuOps(), 3)
+    token_io.host.view("inputs", (7,), 1)[...] = 1
+    token_io.host.view("uniform", (3,), 1)[...] = 2
+    np.testing.assert_array_equal(token_io.device.view("inputs", (7,), 1), np.ones(7))
+    np.testing.assert_array_equal(token_io.device.view("uniform", (2,), 1), [2, 2])
 
 
 # Casts that overlap or are not counted; a layer's inputs that the next one's overwrite, or that are kept twice.
 @pytest.mark.parametrize("name", MODELS)
 def test_fp8_is_counted(name: str) -> None:
     config = dataclasses.replace(MODELS[name], context=50)
-    products, layers = block_products(parameter_table(config)), config.layers
+    products, layers = block_weights(parameter_table(config)), config.layers
     assert len(products) == 4 * layers
     for before, after in pairwise(products):
         assert before.offset % RUN == 0
@@ -164,7 +155,7 @@ def test_fp8_is_counted(name: str) -> None:
         Numerics(precision="fp8"), training=False
     )
     assert {buffer.name for buffer in plan.values() if plain.get(buffer.name) != buffer} == {
-        "norm1", "norm2", "act", "fp8_weights", "fp8_transposed", "fp8_scales", "fp8_most",
+        "norm1", "norm2", "act", "fp8_weights", "fp8_transposed", "fp8_scales", "fp8_amax",
         *(f"fp8_inp_{linear}" for linear in ("qkv", "proj", "up", "down")),
     }  # fmt: skip
     assert plan["fp8_weights"].total_bytes >= sum(p.size for p in products)
@@ -176,4 +167,4 @@ def test_fp8_is_counted(name: str) -> None:
         ("down", config.ffn),
     ):
         assert (plan[f"fp8_inp_{linear}"].shape, plan[f"fp8_inp_{linear}"].layers) == ((160 * width,), layers)
-    assert (plan["fp8_scales"].shape, plan["fp8_most"].shape) == ((4 * layers, 3, 4), (4 * layers, 2))
+    assert (plan["fp8_scales"].shape, plan["fp8_amax"].shape) == ((4 * layers, 3, 4), (4 * layers, 2))

@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.arena import Arena, Exchange
+from kernels.arena import Arena, plan_bytes
 from kernels.config import ModelConfig, Numerics
 from kernels.cpu import CpuOps
+from kernels.kv_cache import new_cache
 from kernels.memory import activation_plan
-from kernels.model import Cache, Transformer
+from kernels.model import Transformer
+from kernels.optimizers import AdamW
 from kernels.parameters import (
     CLEARED,
     DECAYS,
@@ -22,8 +24,8 @@ from kernels.parameters import (
     initial_weights,
     named,
     parameter_table,
-    run_flags,
 )
+from kernels.parts.tensors import Tensors
 from tests.gradient_check import MODELS
 
 GPT2 = ModelConfig(
@@ -66,7 +68,7 @@ def test_count_of_euler() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_an_update_does_with_a_run(name: str) -> None:
     table = parameter_table(MODELS[name])
-    flags = np.repeat(run_flags(table, "adamw"), RUN)
+    flags = np.repeat(AdamW().flags(table), RUN)
     for p in table:
         matrix = p.name.endswith(".weight") and "norm" not in p.name
         embedding = p.name == "pos.weight" or (p.name == "tok.weight" and not MODELS[name].tied_head)
@@ -140,13 +142,14 @@ def test_table_is_in_the_order_of_backward(name: str) -> None:
     weights = {key: value.astype(np.float32) for key, value in initial_weights(config, 0).items()}
     grads = Recorder(named(np.zeros(flat_size(table), np.float32), table))
     plan = activation_plan(config, Numerics(), 10, training=True, dtype=ops.dtype)
-    model = Transformer(config, Numerics(), ops, weights, {}, weights, grads, Arena(plan, ops.allocate))
+    arena = Arena(plan, ops.allocate(plan_bytes(plan)))
+    model = Transformer(Tensors(config, Numerics(), ops, arena, weights, weights, {}, grads))
     tokens, start = np.arange(10, dtype=np.int32).reshape(2, 5), np.zeros((2, 5), np.int32)
     norm = model.forward(tokens, start)
     dnorm = np.empty_like(norm)
     for k in range(config.mtp_heads):
-        model.head_backward(dnorm, k, model.head_logits(k, norm), norm, add=False)
-    model.backward(dnorm, tokens, start, add=False)
+        model.head_backward(dnorm, k, model.head_logits(k, norm), norm, accumulate=False)
+    model.backward(dnorm, tokens, start, accumulate=False)
     finished = list(dict.fromkeys(reversed(grads.order)))[::-1]
 
     def layers(names: list[str]) -> list[str]:
@@ -158,8 +161,9 @@ def test_table_is_in_the_order_of_backward(name: str) -> None:
 
 # A cache that forgets more than it should, or the wrong end.
 def test_cache_truncate() -> None:
-    exchange = Exchange([], lambda size: (np.zeros(size, np.uint8), np.zeros(size, np.uint8)))
-    cache = Cache(np.zeros((1, 1, 4, 1, 2)), np.zeros((1, 1, 4, 1, 2)), exchange, length=3)
+    config = ModelConfig(vocab_size=9, layers=1, heads=1, kv_heads=1, dim=2, ffn=4, context=4)
+    cache = new_cache(config, CpuOps(), 1)
+    cache.length = 3
     cache.truncate(2)
     assert cache.length == 2
     with pytest.raises(AssertionError):

@@ -5,21 +5,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.config import Numerics, Optimizer
+from kernels.config import Numerics
 from kernels.cpu.muon import ITERATIONS, MOMENTUM, SCALE, iterate, muon
-from kernels.engine import AdamW, Engine
+from kernels.engine import Engine
 from kernels.memory import memory_plan
+from kernels.optimizers import OPTIMIZERS, Matrices, block_matrices
 from kernels.parameters import (
     CLEARED,
     DECAYS,
     MUON,
     RUN,
-    Matrices,
     flat_size,
-    hidden_matrices,
     named,
     parameter_table,
-    run_flags,
 )
 from tests.compare import (
     Array,
@@ -187,7 +185,7 @@ def test_matrices_are_updated_each_by_itself() -> None:
 def test_which_matrices(name: str) -> None:
     config, table = MODELS[name], parameter_table(MODELS[name])
     counts = {"qkv": 3, "proj": 1, "up": 2 if config.mlp == "swiglu" else 1, "down": 1}
-    found, flat = hidden_matrices(config), np.zeros(flat_size(table), np.int32)
+    found, flat = block_matrices(config), np.zeros(flat_size(table), np.int32)
     for number, matrices in enumerate(found):
         for layer, i in np.ndindex(matrices.shape[:2]):
             matrices.view(flat)[layer, i] += 1000 + 100 * number + 10 * layer + i
@@ -198,10 +196,10 @@ def test_which_matrices(name: str) -> None:
         assert (rows == rows[:, :1]).all() and ((rows // 1000) == hidden).all(), p.name
         assert not hidden or len(np.unique(rows)) == counts[part]
         flags = [
-            run_flags(table, optimizer)[p.offset // RUN : p.offset // RUN + p.runs]
+            OPTIMIZERS[optimizer]().flags(table)[p.offset // RUN : p.offset // RUN + p.runs]
             for optimizer in ("adamw", "muon")
         ]
-        assert (flags[0] == DECAYS * (len(p.shape) > 1) + CLEARED * (not p.product)).all()
+        assert (flags[0] == DECAYS * (len(p.shape) > 1) + CLEARED * (not p.linear)).all()
         assert (flags[1] == flags[0] + MUON * hidden).all()
     keys = named(flat, table)["blocks.1.qkv.weight"][
         config.dim : config.dim + config.kv_heads * config.head_dim, 0
@@ -209,10 +207,12 @@ def test_which_matrices(name: str) -> None:
     assert len(np.unique(keys)) == 1 and (named(flat, table)["blocks.0.qkv.weight"] != keys[0]).all()
 
 
-def make(name: str, optimizer: Optimizer, **kind: Any) -> Engine:
+def make(name: str, optimizer: str, **kind: Any) -> Engine:
     """An engine of one of the gradient check's models."""
     return Engine(
-        MODELS[name], Numerics(), **{"micro_batch": 3, "threads": 1, "optimizer": optimizer, **kind}
+        MODELS[name],
+        Numerics(),
+        **{"micro_batch": 3, "threads": 1, "optimizer": OPTIMIZERS[optimizer](), **kind},
     )
 
 
@@ -221,7 +221,7 @@ def train(engine: Engine, name: str, steps: int) -> Arrays:
     problem = make_problem(MODELS[name], seed=0)
     for _ in range(steps):
         engine.micro_step(problem.batch, problem.head_scale)
-        engine.update(AdamW(), 1e-2)
+        engine.update(1e-2)
     return engine.state()
 
 
@@ -235,13 +235,13 @@ def test_each_parameter_by_its_optimizer(name: str) -> None:
     grads, start = before.gradients(), before.state()
     norm = float(np.sqrt(sum((grad**2).sum() for grad in grads.values())))
     states = [train(make(name, optimizer, dtype=np.float64), name, 1) for optimizer in ("adamw", "muon")]
-    for p in (p for p in table if not p.hidden):
+    for p in (p for p in table if not p.in_block):
         for key in ("parameters", "exp_avg", "exp_avg_sq"):
             assert_same_bits(*(named(state[key], [p]) for state in states))
     flat = np.zeros(flat_size(table))
     for p in table:
         named(flat, [p])[p.name][...] = grads[p.name]
-    for matrices in hidden_matrices(config):
+    for matrices in block_matrices(config):
         params, exp_avg, exp_avg_sq = (
             matrices.view(states[1][key]) for key in ("parameters", "exp_avg", "exp_avg_sq")
         )
@@ -278,17 +278,20 @@ def test_default_is_adamw(name: str) -> None:
 @NAMES
 def test_plan_counts_the_scratch(name: str) -> None:
     config = MODELS[name]
-    adamw, muon = (memory_plan(config, Numerics(), 3, optimizer=optimizer) for optimizer in ("adamw", "muon"))
+    adamw, muon = (
+        memory_plan(config, Numerics(), 3, optimizer=OPTIMIZERS[optimizer]())
+        for optimizer in ("adamw", "muon")
+    )
     added = [buffer for buffer in muon if buffer not in adamw]
     assert len(muon) == len(adamw) + len(added)
     assert {buffer.name for buffer in added} == {"muon_x", "muon_gram"} and all(
         buffer.fixed for buffer in added
     )
     adamw, muon = (
-        memory_plan(config, Numerics(), 3, training=False, optimizer=optimizer)
+        memory_plan(config, Numerics(), 3, training=False, optimizer=OPTIMIZERS[optimizer]())
         for optimizer in ("adamw", "muon")
     )
     assert adamw == muon
     assert "\n  muon  " in make(name, "muon").plan_report()
-    count = sum(p.size for p in parameter_table(config) if p.hidden)
+    count = sum(p.size for p in parameter_table(config) if p.in_block)
     assert f"; Muon for {count:,} of " in make(name, "muon").describe()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.batch import Batch, head_weight_sums
 from kernels.config import ModelConfig, Numerics
-from kernels.engine import AdamW, Engine
+from kernels.engine import Engine
 from stages.checkpoint import Checkpoint
 from stages.export import export
 from stages.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def train(engine: Engine, ids: np.ndarray, updates: int, lr: float) -> None:
     for step in range(updates):
         batch = rows_of(ids[step * rows * c.context :], rows, c.context)
         engine.micro_step(batch, 1 / head_weight_sums(batch, c.mtp_heads))
-        engine.update(AdamW(), lr)
+        engine.update(lr)
 
 
 @cache

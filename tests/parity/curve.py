@@ -30,7 +30,8 @@ import numpy as np
 
 from kernels.batch import Batch, head_weight_sums
 from kernels.config import ModelConfig, Numerics
-from kernels.engine import AdamW, Engine
+from kernels.engine import Engine
+from kernels.optimizers import AdamW
 from stages.shard_format import read_shard
 
 LIMITS = {"fp32": 1e-3, "tf32": 2e-3, "bf16": 5e-3}
@@ -106,14 +107,15 @@ def our_losses(
     device: str = "auto",
 ) -> list[float]:
     """The mean of all heads' means before each update."""
-    engine = Engine(config, numerics, micro_batch=rows, device=device)
+    optimizer = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip=1.0)
+    engine = Engine(config, numerics, micro_batch=rows, device=device, optimizer=optimizer)
     engine.load(padded(weights, config))
     losses = []
     for step in range(steps):
         batch = batch_at(tokens, step, rows, length)
         sums = head_weight_sums(batch, config.mtp_heads)
         engine.micro_step(batch, 1 / (config.mtp_heads * sums))
-        update = engine.update(AdamW(0.9, 0.95, 1e-8, 0.1, 1.0), learning_rate(step))
+        update = engine.update(learning_rate(step))
         losses.append(float((update.nll_sums / sums).mean()))
     return losses
 

@@ -25,7 +25,7 @@ def ids(text: str) -> list[int]:
 
 @dataclass
 class ScriptCache:
-    """As kernels.model.Cache, for an engine that keeps nothing."""
+    """As kernels.kv_cache.KVCache, for an engine that keeps nothing."""
 
     def truncate(self, length: int) -> None:
         """Nothing is kept."""

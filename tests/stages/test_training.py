@@ -13,7 +13,7 @@ import pytest
 
 from kernels.batch import Batch
 from kernels.config import ModelConfig, Numerics
-from kernels.engine import AdamW, Engine
+from kernels.engine import Engine
 from stages import training as training_module
 from stages.interrupt import Interrupt
 from stages.metrics import PlainDisplay, Record
@@ -161,7 +161,7 @@ def test_accumulation_is_one_large_batch() -> None:
     assert len({float(part.loss_weight.sum()) for part in parts}) > 1
     small, large = engine(3), engine(12)
     for one, batches in ((small, parts), (large, [whole])):
-        one.outcome = train_step(one, batches, (1.0, 0.1), AdamW(), lr=0.0)  # type: ignore[attr-defined]
+        one.outcome = train_step(one, batches, (1.0, 0.1), lr=0.0)  # type: ignore[attr-defined]
     a, b = small.outcome, large.outcome  # type: ignore[attr-defined]
     assert a.loss == pytest.approx(b.loss, rel=1e-6) and a.total_loss == pytest.approx(b.total_loss, rel=1e-6)
     assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
@@ -179,7 +179,7 @@ def test_loss_is_head_0_and_the_total_weighs_the_heads() -> None:
         np.concatenate([getattr(each, name) for each in found], axis=1) for name in ("nll", "weight")
     )
     heads = (nll * weight).sum(axis=(1, 2)) / weight.sum(axis=(1, 2))
-    outcome = train_step(one, batches, (1.0, 0.5), AdamW(), lr=0.0)
+    outcome = train_step(one, batches, (1.0, 0.5), lr=0.0)
     assert outcome.loss == pytest.approx(heads[0], rel=1e-5)
     assert outcome.total_loss == pytest.approx(heads[0] + 0.5 * heads[1], rel=1e-5)
 
@@ -189,10 +189,10 @@ def test_a_head_without_targets_is_left_out_and_head_0_may_not_be() -> None:
     batch = random_batch(0)
     weight = np.zeros_like(batch.loss_weight)
     weight[:, 0] = 1  # the first target of a row is one token ahead of the first position only
-    outcome = train_step(engine(), [replace(batch, loss_weight=weight)], (1.0, 0.5), AdamW(), lr=0.0)
+    outcome = train_step(engine(), [replace(batch, loss_weight=weight)], (1.0, 0.5), lr=0.0)
     assert math.isfinite(outcome.grad_norm) and outcome.total_loss == outcome.loss > 0
     with pytest.raises(ValueError, match="without a single target that counts"):
-        train_step(engine(), [replace(batch, loss_weight=np.zeros_like(weight))], (1.0, 0.5), AdamW(), lr=0.0)
+        train_step(engine(), [replace(batch, loss_weight=np.zeros_like(weight))], (1.0, 0.5), lr=0.0)
 
 
 @pytest.mark.parametrize("killed_at", [1, 6, 19])
@@ -374,7 +374,7 @@ def test_seconds_are_those_of_all_sittings(tmp_path: Path) -> None:
     """Would catch a resumed run that tells of its last sitting alone, or subtracts what came before."""
     one = engine()
     for _ in range(4):
-        train_step(one, [random_batch(0), random_batch(1)], (1.0, 0.1), AdamW(), lr=0.0)
+        train_step(one, [random_batch(0), random_batch(1)], (1.0, 0.1), lr=0.0)
     with ResumeFolder(work(), tmp_path / "resume") as resume:
         resume.save(State(4, one.state(), Record(seconds=1000.0).to_dict()))
     assert 1000.0 < run(tmp_path)[1].seconds < 1100.0

@@ -1,18 +1,23 @@
-"""Launchers of the attention kernels; the mathematics and the contracts are those of kernels.cpu.attention.
+"""Launchers of the attention kernels; mathematics and contracts: kernels/cpu/attention.py.
 
-Which kernel: `device.attention` "hopper" takes attention_hopper.cu on such a GPU where the arrays are bf16 and the head dim is 64
-or 128. Otherwise it is as "mma": attention_mma.cu where the arrays are bf16, or fp32 and `device.precision` is "tf32", and the
-head dim is 32, 64, 96 or 128. Everything else, and all of "scalar", takes attention_scalar.cu. So "fp32" is computed in fp32.
+Which kernel runs follows from numerics.attention, the arrays' type and the head width:
+
+    hopper   attention_hopper*.cu, on a Hopper GPU: bf16, head width 64 or 128
+    mma      attention_mma*.cu, tensor cores: bf16, or fp32 with precision tf32; head width 32, 64, 96 or 128
+    scalar   attention_scalar.cu: everything else, so precision fp32 is computed in fp32
+
+A kernel that does not support the arrays falls back to the next.
 """
 
-from math import sqrt
-from typing import Any, cast
+import math
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from kernels.config import ModelConfig
 from kernels.cuda.bias import bias_backward
-from kernels.cuda.runtime.device import Device
-from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
+from kernels.cuda.runtime.device import Device, Request, request_bytes
+from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel, constants
 from kernels.cuda.sum_rows import add_rows
 
 LARGEST_HEAD_DIM = 128
@@ -30,7 +35,7 @@ _DELTA = Kernel(
 )
 _DELTA_BLOCK, _DELTA_LANES = 256, 8  # the block is not tuned
 
-# T, HEAD_DIM, ROW_TILES, and backward UNIT, KEPT. Those of which no register is spilled; not tuned.
+# T, HEAD_DIM, ROW_TILES, and backward UNIT, KEPT: the largest without spills; not tuned.
 _FORWARD = (
     (BF16, 32, 2), (BF16, 64, 2), (BF16, 96, 2), (BF16, 128, 2),
     (FLOAT, 32, 2), (FLOAT, 64, 2), (FLOAT, 96, 1), (FLOAT, 128, 1),
@@ -57,9 +62,13 @@ _HOPPER_FORWARD = Kernel(
 _HOPPER_BACKWARD = Kernel(
     "attention/attention_hopper_backward.cu", "attention_backward", tuple((d,) for d in _HOPPER), hopper=True
 )
-_HOPPER_ROWS, _HOPPER_BLOCK = 128, 3 * 128  # KEYS, also the forward pass's QUERIES; three warpgroups
-_HOPPER_BARRIERS = 256  # bytes, enough for those and for the items that wait
-_HOPPER_L2_BYTES = 16 * 2**20  # of keys and values that blocks work on at a time; 8 and 32 were no faster
+_HOPPER_CONSTANTS = {
+    head_dim: constants("attention/attention_hopper_backward.cu", HEAD_DIM=head_dim) for head_dim in _HOPPER
+}
+_HOPPER_ROWS = _HOPPER_CONSTANTS[64]["KEYS"]  # also the query rows of a forward work item
+_HOPPER_BLOCK = 3 * _HOPPER_CONSTANTS[64]["WARPGROUP"]
+_HOPPER_BARRIERS = 256  # bytes, enough for the mbarriers and the queue of work items
+_HOPPER_L2_BYTES = 16 * 2**20  # of keys and values in use at a time; 8 and 32 MiB were no faster
 
 
 def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start: Array) -> None:
@@ -79,9 +88,9 @@ def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start:
     if which == "hopper":
         _launch_hopper_forward(device, out, lse, qkv, start)
     elif which == "mma":
-        _launch_mma(device, _MMA_FORWARD, heads, 1, 2, 0, given, out, qkv)
+        _launch_mma(device, _MMA_FORWARD, given, out, qkv, heads=heads)
     else:
-        _launch_scalar(device, _SCALAR_FORWARD, heads, 0, given, out, qkv)
+        _launch_scalar(device, _SCALAR_FORWARD, given, out, qkv, heads=heads, shared_tiles=0)
 
 
 def attention_backward(
@@ -101,12 +110,12 @@ def attention_backward(
         hopper, which does not read dqkv again for it, of dq before that is rounded.
     Determinism: bitwise repeatable (hopper: blocks add to dq in a fixed order, unless numerics.deterministic is false; else 7
         products instead of 5, and no atomics).
-    Workspace: attention_workspace_bytes.
+    Scratch memory: scratch_bytes.
     """
     batch, length, heads, head_dim = out.shape
     kv_heads = (qkv.shape[2] - heads) // 2
     which = attention_kernel(device, qkv.dtype, head_dim)
-    delta, *of_hopper = device.workspace(*_workspace(which, batch, length, heads, kv_heads, head_dim))
+    delta, *of_hopper = device.workspace(*_scratch(which, batch, length, heads, kv_heads, head_dim))
     rows, vector = batch * length * heads, 16 // out.dtype.itemsize
     device.launch(
         _DELTA, (out.dtype, vector if head_dim % vector == 0 else 1), -(-rows * _DELTA_LANES // _DELTA_BLOCK), _DELTA_BLOCK,
@@ -116,12 +125,11 @@ def attention_backward(
     if which == "hopper":
         _launch_hopper_backward(device, given, dbias, *of_hopper)
     elif which == "mma":
-        stages = 2 if head_dim * qkv.dtype.itemsize <= 384 else 1  # BACKWARD_STAGES of attention_tile.cuh
-        _launch_mma(device, _MMA_BACKWARD_QUERY, heads, 2, stages, 0, given, out, qkv)
-        _launch_mma(device, _MMA_BACKWARD_KEY, kv_heads, 2, stages, 12, given, out, qkv)
+        _launch_mma(device, _MMA_BACKWARD_QUERY, given, out, qkv, heads=heads)
+        _launch_mma(device, _MMA_BACKWARD_KEY, given, out, qkv, heads=kv_heads)
     else:
-        _launch_scalar(device, _SCALAR_BACKWARD_QUERY, heads, 4, given, out, qkv)
-        _launch_scalar(device, _SCALAR_BACKWARD_KEY, kv_heads, 4, given, out, qkv)
+        _launch_scalar(device, _SCALAR_BACKWARD_QUERY, given, out, qkv, heads=heads, shared_tiles=4)
+        _launch_scalar(device, _SCALAR_BACKWARD_KEY, given, out, qkv, heads=kv_heads, shared_tiles=4)
     if dbias is not None and which != "hopper":
         bias_backward(device, dbias, dqkv.reshape(batch * length, -1))
 
@@ -137,33 +145,35 @@ def attention_kernel(device: Device, dtype: Any, head_dim: int) -> str:
     )
 
 
-def attention_workspace_bytes(
-    device: Device, dtype: Any, batch: int, length: int, heads: int, kv_heads: int, head_dim: int
-) -> int:
-    """What attention_backward needs while it runs, but for bias_backward: delta; by hopper also fp32 sums, and turns."""
-    parts = _workspace(attention_kernel(device, dtype, head_dim), batch, length, heads, kv_heads, head_dim)
-    return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize + 256 for shape, dtype in parts)
+def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
+    """What attention_backward needs, apart from bias_backward.
+
+    Raises:
+        ValueError: the heads are too wide.
+    """
+    c = config
+    if c.head_dim > LARGEST_HEAD_DIM:
+        raise ValueError(
+            f"model.dim / model.heads: attention on the GPU takes heads of at most {LARGEST_HEAD_DIM}, got {c.head_dim}; "
+            "set more model.heads, or runtime.device to cpu"
+        )
+    which = attention_kernel(device, device.storage, c.head_dim)
+    return request_bytes(*_scratch(which, -(-rows // c.context), c.context, c.heads, c.kv_heads, c.head_dim))
 
 
-def _workspace(
+def _scratch(
     which: str, batch: int, length: int, heads: int, kv_heads: int, head_dim: int
-) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """delta, and for hopper dq_sum, taken with turns, and dbias's partial sums: shapes and dtypes."""
+) -> tuple[Request, ...]:
+    """delta; for hopper also the fp32 sums of dq, the counters, and the partial sums of dbias."""
     delta = (batch, heads, length), FLOAT
     if which != "hopper":
         return (delta,)
-    parts = batch, heads, -(-length // _backward_queries(head_dim)), 2  # two warpgroups' of each tile
-    partial = (
-        1,
-        batch * -(-length // _HOPPER_ROWS) * 2,
-        (heads + 2 * kv_heads) * head_dim,
-    )  # two rows a tile of keys
-    return delta, ((*parts, 64 * 64), FLOAT), ((1 + int(np.prod(parts)),), np.int32), (partial, FLOAT)
-
-
-def _backward_queries(head_dim: int) -> int:
-    """QUERIES of attention_hopper_backward.cuh."""
-    return 128 if head_dim == 64 else 64
+    query_tiles = -(-length // _HOPPER_CONSTANTS[head_dim]["QUERIES"])
+    halves = batch, heads, query_tiles, 2  # one half of a query tile per consumer warpgroup
+    dq_sum = (*halves, 64 * 64), FLOAT
+    counters = (1 + math.prod(halves),), np.int32
+    partial = (1, batch * -(-length // _HOPPER_ROWS) * 2, (heads + 2 * kv_heads) * head_dim), FLOAT
+    return delta, dq_sum, counters, partial
 
 
 def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, start: Array) -> None:
@@ -173,9 +183,9 @@ def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, s
     pairs, one = batch * heads, 2 * length * head_dim * BF16.itemsize  # one head's keys and values
     section = min(pairs, max(1, _HOPPER_L2_BYTES // one) * (heads // sizes["kv_heads"]))
     device.launch(
-        _HOPPER_FORWARD, _HOPPER[head_dim], min(device.processors, -(-length // _HOPPER_ROWS) * pairs), _HOPPER_BLOCK,
+        _HOPPER_FORWARD, _HOPPER[head_dim], min(device.sm_count, -(-length // _HOPPER_ROWS) * pairs), _HOPPER_BLOCK,
         shared_bytes=(3 + 2 * _HOPPER[head_dim][1]) * tile_bytes + _HOPPER_BARRIERS, out_map=device.heads_map(out),
-        qkv_map=device.heads_map(qkv), lse=lse, start=start, counts=device.finished[:2], batch=batch, section=section,
+        qkv_map=device.heads_map(qkv), lse=lse, start=start, counts=device.block_counters[:2], batch=batch, section=section,
         **sizes,
     )  # fmt: skip
 
@@ -185,16 +195,17 @@ def _launch_hopper_backward(
 ) -> None:
     """Blocks that stay: a tile of keys and of values, two stages of queries and gradients, two of ds, dq's parts, new and old."""
     batch, length, _, head_dim = given["dout"].shape
-    sizes, queries = _sizes(given["dout"], given["qkv"]), _backward_queries(head_dim)
-    tiles = 2 * _HOPPER_ROWS * (head_dim + queries) + 4 * queries * head_dim  # elements, of bf16
-    rows = 2 * (2 * FLOAT.itemsize + 1) * queries  # lse, delta and a byte each
-    shared = tiles * BF16.itemsize + 4 * 64 * 64 * FLOAT.itemsize + rows + _HOPPER_BARRIERS
+    sizes = _sizes(given["dout"], given["qkv"])
+    bytes_of = _HOPPER_CONSTANTS[head_dim]
+    tiles = 2 * bytes_of["KEY_BYTES"] + 4 * bytes_of["QUERY_BYTES"] + 2 * bytes_of["DS_BYTES"]
+    rows = 2 * (2 * FLOAT.itemsize + 1) * bytes_of["QUERIES"]  # lse, delta and a mask byte, in two stages
+    shared = tiles + 4 * bytes_of["DQ_BYTES"] + rows + _HOPPER_BARRIERS
     device.fill_zero(counts)
     maps = {f"{name}_map": device.heads_map(given[name]) for name in ("dqkv", "dout", "qkv")}
     arrays = {name: given[name] for name in ("dqkv", "delta", "lse", "start")}
     items = -(-length // _HOPPER_ROWS) * sizes["kv_heads"] * batch
     device.launch(
-        _HOPPER_BACKWARD, (head_dim,), min(device.processors, items), _HOPPER_BLOCK, shared_bytes=shared, dq_sum=dq_sum,
+        _HOPPER_BACKWARD, (head_dim,), min(device.sm_count, items), _HOPPER_BLOCK, shared_bytes=shared, dq_sum=dq_sum,
         taken=counts[:1], turns=counts[1:], partial=None if dbias is None else partial, batch=batch,
         ordered=device.deterministic, **maps, **arrays, **sizes,
     )  # fmt: skip
@@ -203,41 +214,60 @@ def _launch_hopper_backward(
 
 
 def _launch_scalar(
-    device: Device, kernel: Kernel, heads: int, tiles: int, given: dict[str, Any], out: Array, qkv: Array
+    device: Device,
+    kernel: Kernel,
+    given: dict[str, Any],
+    out: Array,
+    qkv: Array,
+    *,
+    heads: int,
+    shared_tiles: int,
 ) -> None:
-    """Blocks own tiles of rows of `heads` heads; `tiles` of them, and the weights, are in asked-for shared memory."""
+    """Blocks own a tile of one head's rows; `shared_tiles` tiles and the attention weights are in shared memory."""
     batch, length, _, head_dim = out.shape
     assert head_dim <= LARGEST_HEAD_DIM, f"attention: head dim {head_dim} is over {LARGEST_HEAD_DIM}"
     rounded = next(size for size in _HEAD_DIMS if head_dim <= size)
-    shared = 4 * _SCALAR_TILE * (tiles * (rounded + 4) + _SCALAR_TILE) if tiles else 0
+    tile_floats = shared_tiles * (rounded + 4) + _SCALAR_TILE
+    shared = FLOAT.itemsize * _SCALAR_TILE * tile_floats if shared_tiles else 0
     device.launch(
         kernel, (qkv.dtype, rounded), (-(-length // _SCALAR_TILE), heads, batch), _BLOCK, shared_bytes=shared,
         **given, **_sizes(out, qkv), head_dim=head_dim,
     )  # fmt: skip
 
 
-def _launch_mma(
-    device: Device, kernel: Kernel, heads: int, own: int, stages: int, word_bytes: int, given: dict[str, Any], out: Array,
-    qkv: Array,
-) -> None:  # fmt: skip
-    """Blocks own rows of `heads` heads, `own` tiles of them; of the other side two tiles come in each of `stages`.
+class _MmaTiles(NamedTuple):
+    """Shared memory of an mma kernel: tiles that a block owns, and per stage two tiles of the other side.
 
-    `word_bytes` are kept of each row of a stage besides.
+    row_words: bytes that are kept of each of the stage's rows beside the tiles (lse, delta and start).
     """
+
+    owned: int
+    row_words: int
+
+
+_MMA_TILES = {
+    _MMA_FORWARD: _MmaTiles(owned=1, row_words=0),
+    _MMA_BACKWARD_QUERY: _MmaTiles(owned=2, row_words=0),
+    _MMA_BACKWARD_KEY: _MmaTiles(owned=2, row_words=12),
+}
+
+
+def _launch_mma(
+    device: Device, kernel: Kernel, given: dict[str, Any], out: Array, qkv: Array, *, heads: int
+) -> None:
+    """Blocks own a tile of one head's rows and go over tiles of the other side."""
     batch, length, _, head_dim = out.shape
     template = next(one for one in kernel.instances if one[:2] == (qkv.dtype, head_dim))
-    rows, row_bytes = 64 * cast(int, template[2]), head_dim * qkv.dtype.itemsize
-    columns = 64 if row_bytes <= 128 else 32 if row_bytes <= 256 else 16  # COLUMNS of attention_tile.cuh
-    shared = (row_bytes + 16) * (own * rows + 2 * stages * columns) + stages * columns * word_bytes
-    device.launch(
-        kernel,
-        template,
-        (-(-length // rows), heads, batch),
-        _BLOCK,
-        shared_bytes=shared,
-        **given,
-        **_sizes(out, qkv),
+    rows, tiles = 64 * cast(int, template[2]), _MMA_TILES[kernel]
+    sizes = constants(kernel.source, T=qkv.dtype.itemsize, HEAD_DIM=head_dim)
+    stages = 2 if kernel is _MMA_FORWARD else sizes["BACKWARD_STAGES"]
+    columns = sizes["COLUMNS"]
+    shared = (
+        sizes["STRIDE"] * (tiles.owned * rows + 2 * stages * columns) + stages * columns * tiles.row_words
     )
+    device.launch(
+        kernel, template, (-(-length // rows), heads, batch), _BLOCK, shared_bytes=shared, **given, **_sizes(out, qkv)
+    )  # fmt: skip
 
 
 def _sizes(out: Array, qkv: Array) -> dict[str, Any]:
@@ -246,5 +276,5 @@ def _sizes(out: Array, qkv: Array) -> dict[str, Any]:
         "length": length,
         "heads": heads,
         "kv_heads": (qkv.shape[2] - heads) // 2,
-        "scale": 1 / sqrt(head_dim),
+        "scale": 1 / math.sqrt(head_dim),
     }

@@ -2,6 +2,7 @@
 
 from math import sqrt
 
+from kernels.config import ModelConfig
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
 
@@ -31,11 +32,17 @@ def decode_attention_forward(
     (partial,) = device.workspace(((batch * count * heads, splits, 2 + head_dim), FLOAT))
     device.launch(
         _DECODE, (qkv.dtype, vector if head_dim % vector == 0 else 1), (batch * count, heads, splits), _BLOCK,
-        out=out, partial=partial, finished=device.finished, qkv=qkv, keys=keys, values=values, length=length, count=count,
+        out=out, partial=partial, finished=device.block_counters, qkv=qkv, keys=keys, values=values, length=length, count=count,
         context=context, heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=1 / sqrt(head_dim),
     )  # fmt: skip
 
 
 def _splits(device: Device, rows: int, context: int) -> int:
     """Blocks that share the keys of one token and head."""
-    return max(1, min(_BLOCKS_A_PROCESSOR * device.processors // rows, context // _SMALLEST_SHARE))
+    return max(1, min(_BLOCKS_A_PROCESSOR * device.sm_count // rows, context // _SMALLEST_SHARE))
+
+
+def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
+    """Partial results of each split of each position and head; there are several splits only if positions are few."""
+    heads = max(rows * config.heads, _BLOCKS_A_PROCESSOR * device.sm_count)
+    return FLOAT.itemsize * heads * (2 + config.head_dim)

@@ -61,11 +61,11 @@ def decode_step(
     assert logits.dtype == BF16 and tokens.size <= fused_rows(device, logits.dtype, c), (
         f"decode_step: {tokens.size} rows"
     )
-    found = _template(c, tokens.size, device.processors, device.shared_bytes)
+    found = _template(c, tokens.size, device.sm_count, device.shared_bytes)
     assert found is not None
     template, shared_bytes = found
-    words = device.kept("words", 8 * _words(c)).view(np.uint64)
-    tags = device.kept("tags", 8).view(np.uint32)
+    words = device.persistent_buffer("words", 8 * _words(c)).view(np.uint64)
+    tags = device.persistent_buffer("tags", 8).view(np.uint32)
     tensors: dict[str, Any] = {f"{name}_weight": parameters[f"blocks.0.{name}.weight"] for name in _NORMS} | {
         f"{name}_weight": weights[f"blocks.0.{name}.weight"] for name in _LINEARS
     }
@@ -82,7 +82,7 @@ def decode_step(
     aligned = all(x is None or x.data.ptr % VECTOR_BYTES == 0 for x in arrays) and stride % _TILE == 0
     assert aligned and len(head) % _TILE == 0, "decode_step: an array is not aligned"
     device.launch(
-        STEP, template, device.processors, _THREADS, shared_bytes=shared_bytes,
+        STEP, template, device.sm_count, _THREADS, shared_bytes=shared_bytes,
         logits=logits, norm=norm, tokens=tokens, start=start, length=length, keys=keys, values=values, words=words,
         tag_memory=tags, table=table, **tensors, stride=stride, layers=c.layers,
         count=tokens.shape[1], context=c.context, vocab=len(head), eps=c.norm_eps,
@@ -96,7 +96,7 @@ def fused_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int
     its part of the largest product's weights beside the rows, or that part has more outputs than a block has threads for.
     """
     even = all(width % _TILE == 0 for width in (config.dim, config.ffn, config.head_dim))
-    fits = dtype == BF16 and even and _template(config, MOST_ROWS, device.processors, device.shared_bytes)
+    fits = dtype == BF16 and even and _template(config, MOST_ROWS, device.sm_count, device.shared_bytes)
     return MOST_ROWS if fits else 0
 
 

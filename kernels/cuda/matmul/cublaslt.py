@@ -1,14 +1,13 @@
-"""The library's product behind the op `matmul`: cuBLASLt through ctypes, each shape by the fastest of its algorithms.
+"""The op matmul's library backend: cuBLASLt through ctypes, each shape by the fastest of its algorithms.
 
-A shape is planned at its first product: descriptors are made, the candidates of the library's heuristic are timed on the arrays
-at hand, and the choice is kept in the user's cache folder, so that a later process computes the same bits. After that a product
-is one call on the device's stream, which a graph can capture.
+A shape is planned at its first matmul. Its descriptors are made, the candidates of the library's heuristic are timed on
+the arrays at hand, and the choice is recorded in the user's cache folder, so that a later process computes the same
+bits. After that a matmul is one call on the device's stream, which a graph can capture.
 
-The library is column-major, so it is asked for the transpose, out^T = op(b)^T op(a)^T: its first factor is our second.
+The library is column-major, so it is asked for the transpose, out^T = op(b)^T op(a)^T: its first operand is our second.
 
-Determinism: a candidate may split the sum over k only where it keeps the parts in fp32 in the workspace and adds them up in a
-second step. The other two schemes are left out whatever numerics.deterministic says: they round parts to the type of `out`, and
-one adds them up in place.
+Determinism: only algorithms are offered that, if they split k, keep the partial sums in fp32 in the workspace and add
+them in a second step. The other two schemes round partial sums to the type of `out`, and one adds them in place.
 """
 
 import ctypes
@@ -41,7 +40,9 @@ from kernels.user_cache import user_cache
 Scales = tuple[Any, Any]
 CHOICES = "cublaslt.json"
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
-INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to own, with fp8 numerics.precision to bf16"
+INSTALL = (
+    "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to custom (and precision fp8 to bf16)"
+)
 
 # cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
 _TYPES, _NAMES = {FLOAT: 0, BF16: 14, E4M3: 28}, {FLOAT: "fp32", BF16: "bf16", E4M3: "e4m3"}
@@ -102,40 +103,56 @@ class Product(NamedTuple):
 
 
 def multiply(
-    device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str,
-    epilogue: str = "", bias: Any = None, aux: Any = None, scales: Scales = (None, None),
+    device: Device, out: Any, a: Any, b: Any, *, precision: str, transpose_a: bool = False, transpose_b: bool = False,
+    accumulate: bool = False, epilogue: str = "", bias: Any = None, aux: Any = None, scales: Scales = (None, None),
 ) -> None:  # fmt: skip
-    """out (+)= op(a) @ op(b) with Product's epilogue, out neither a nor b. The first call for a shape takes longer: it times.
+    """out (+)= op(a) @ op(b) with Product's epilogue; out is neither a nor b. The first call for a shape times candidates.
 
-    scales: arrays () of fp32, at multiples of 16 bytes, what a and b are multiplied by. FP8 has to have them, b transposed, and n
-        and k that 16 divides.
+    Args:
+        device: where.
+        out, a, b: row-major arrays.
+        precision, transpose_a, transpose_b, accumulate, epilogue, bias, aux: see Product.
+        scales: () fp32 at multiples of 16 bytes, which a and b are multiplied by. FP8 requires them, a transposed b, and n
+            and k that are multiples of 16.
 
     Raises:
-        ValueError: the library is missing, or has no algorithm for the product.
+        ValueError: the library is missing, or has no algorithm for the matmul.
     """
-    found = plan(
-        device, out, a, b, transpose_a, transpose_b, accumulate, precision, epilogue, bias, aux, scales
-    )
+    product = product_of(
+        out, a, b, precision=precision, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate,
+        epilogue=epilogue,
+    )  # fmt: skip
+    found = plan(device, product, out, a, b, bias=bias, aux=aux, scales=scales)
     found.run(device, out, a, b, bias=bias, aux=aux, scales=scales)
 
 
-def plan(
-    device: Device, out: Any, a: Any, b: Any, transpose_a: bool, transpose_b: bool, accumulate: bool, precision: str,
-    epilogue: str = "", bias: Any = None, aux: Any = None, scales: Scales = (None, None),
-) -> "Plan":  # fmt: skip
-    """The plan of a product, made at the first call for its shape; afterwards `out` holds what it did, or the product."""
+def product_of(
+    out: Any, a: Any, b: Any, *, precision: str, transpose_a: bool = False, transpose_b: bool = False,
+    accumulate: bool = False, epilogue: str = "",
+) -> Product:  # fmt: skip
+    """The matmul that `multiply` computes for these arguments."""
     *batch, m, n = out.shape
-    k, alignments = a.shape[-2 if transpose_a else -1], (_alignment(a), _alignment(b), _alignment(out))
-    how = transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision, alignments, epilogue
-    product = Product(m, n, k, *how, *batch)
+    k = a.shape[-2 if transpose_a else -1]
+    product = Product(
+        m, n, k, transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision,
+        (_alignment(a), _alignment(b), _alignment(out)), epilogue, *batch,
+    )  # fmt: skip
+    assert a.shape == (*batch, *((k, m) if transpose_a else (m, k))), product
+    assert b.shape == (*batch, *((n, k) if transpose_b else (k, n))), product
+    assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), product
+    return product
+
+
+def plan(
+    device: Device, product: Product, out: Any, a: Any, b: Any, *, bias: Any = None, aux: Any = None,
+    scales: Scales = (None, None),
+) -> "Plan":  # fmt: skip
+    """The plan of a matmul, made at the first call for its shape; timing may leave the result in `out`."""
     found = _PLANS.get(product)
     if found is None:
         assert not device.stream.is_capturing(), (
             f"cuBLASLt: {product} has to run once before a graph captures it"
         )
-        assert a.shape == (*batch, *((k, m) if transpose_a else (m, k))), product
-        assert b.shape == (*batch, *((n, k) if transpose_b else (k, n))), product
-        assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), product
         found = Plan(product, bias, scales)
         found.choose(device, out, a, b, bias, aux, scales)
         _PLANS[product] = found

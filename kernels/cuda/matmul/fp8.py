@@ -1,16 +1,17 @@
 """Launchers of fp8.cu; the contracts are those of kernels.cpu.fp8."""
 
 from kernels.cuda.runtime.device import Device
-from kernels.cuda.runtime.launch import Array, Kernel
+from kernels.cuda.runtime.launch import Array, Kernel, constants
 from kernels.fp8 import MULTIPLE
 
 _SCALE = Kernel("matmul/fp8.cu", "fp8_scale", ((),))
 _RESCALE = Kernel("matmul/fp8.cu", "fp8_rescale", ((),))
 _NUMBERS, _GELU, _GELU_BACKWARD = range(3)
 _CAST = Kernel("matmul/fp8.cu", "fp8_cast", ((_NUMBERS,), (_GELU,), (_GELU_BACKWARD,)))
-# The kernels' threads, SIZE, UNDER_WAY, and tile.
-_SCALE_BLOCK, _SIZE, _UNDER_WAY = 512, 8, 4
-_CAST_BLOCK, ROWS, _COLUMNS = 256, 128, 64
+_CONSTANTS = constants("matmul/fp8.cu")
+_SCALE_BLOCK, _CAST_BLOCK, _SIZE, _UNDER_WAY, _COLUMNS, ROWS = (
+    _CONSTANTS[name] for name in ("SCALE_BLOCK", "CAST_BLOCK", "SIZE", "UNDER_WAY", "COLUMNS", "ROWS")
+)
 _RESCALE_BLOCK = 128
 _BLOCKS_A_PROCESSOR = 4  # of _SCALE: as many threads as a Hopper GPU's holds
 
@@ -20,7 +21,7 @@ def fp8(
     out: Array,
     transposed: Array,
     scale: Array,
-    most: Array | None,
+    amax: Array | None,
     inp: Array,
     *,
     measure: bool,
@@ -31,7 +32,7 @@ def fp8(
     """
     if measure:
         vectors = inp.size // _SIZE
-        blocks = min(-(-vectors // (_SCALE_BLOCK * _UNDER_WAY)), _BLOCKS_A_PROCESSOR * device.processors)
+        blocks = min(-(-vectors // (_SCALE_BLOCK * _UNDER_WAY)), _BLOCKS_A_PROCESSOR * device.sm_count)
         device.launch(
             _SCALE,
             (),
@@ -39,17 +40,17 @@ def fp8(
             _SCALE_BLOCK,
             scale=scale,
             inp=inp,
-            finished=device.finished[:2],
+            finished=device.block_counters[:2],
             vectors=vectors,
         )
-    _cast(device, _NUMBERS, out, transposed, scale, most, inp)
+    _cast(device, _NUMBERS, out, transposed, scale, amax, inp)
 
 
 def fp8_gelu_forward(
-    device: Device, out: Array, transposed: Array, scale: Array, most: Array, up: Array
+    device: Device, out: Array, transposed: Array, scale: Array, amax: Array, up: Array
 ) -> None:
     """fp8, not measured, of what gelu_forward makes of up."""
-    _cast(device, _GELU, out, transposed, scale, most, up)
+    _cast(device, _GELU, out, transposed, scale, amax, up)
 
 
 def fp8_gelu_backward(
@@ -57,17 +58,17 @@ def fp8_gelu_backward(
     out: Array,
     transposed: Array,
     scale: Array,
-    most: Array,
+    amax: Array,
     partial: Array,
     dout: Array,
     up: Array,
 ) -> None:
     """fp8, unmeasured, of what gelu_backward makes of dout and up, and its sums over ROWS rows each: partial (1, n, F)."""
-    _cast(device, _GELU_BACKWARD, out, transposed, scale, most, dout, partial, up)
+    _cast(device, _GELU_BACKWARD, out, transposed, scale, amax, dout, partial, up)
 
 
 def _cast(
-    device: Device, of: int, out: Array, transposed: Array, scale: Array, most: Array | None, inp: Array,
+    device: Device, of: int, out: Array, transposed: Array, scale: Array, amax: Array | None, inp: Array,
     partial: Array | None = None, up: Array | None = None,
 ) -> None:  # fmt: skip
     (rows, columns), pitch = inp.shape, transposed.shape[1]
@@ -75,12 +76,12 @@ def _cast(
     grid = -(-columns // _COLUMNS), -(-max(rows, pitch) // ROWS)
     device.launch(
         _CAST, (of,), grid, _CAST_BLOCK,
-        out=out, transposed=transposed, scale=scale, most=most, partial=partial, inp=inp, up=up,
+        out=out, transposed=transposed, scale=scale, amax=amax, partial=partial, inp=inp, up=up,
         rows=rows, columns=columns, pitch=pitch,
     )  # fmt: skip
 
 
-def fp8_rescale(device: Device, scales: Array, most: Array, norm: Array) -> None:
+def fp8_rescale(device: Device, scales: Array, amax: Array, norm: Array) -> None:
     """See kernels.cpu.fp8.fp8_rescale."""
-    blocks = -(-most.size // _RESCALE_BLOCK)
-    device.launch(_RESCALE, (), blocks, _RESCALE_BLOCK, scales=scales, most=most, norm=norm, count=most.size)
+    blocks = -(-amax.size // _RESCALE_BLOCK)
+    device.launch(_RESCALE, (), blocks, _RESCALE_BLOCK, scales=scales, amax=amax, norm=norm, count=amax.size)

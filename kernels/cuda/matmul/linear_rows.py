@@ -1,7 +1,7 @@
 """Launcher of linear_rows.cu: a linear layer of few rows, as decoding has them."""
 
 from kernels.cuda.runtime.device import Device
-from kernels.cuda.runtime.launch import Array, Kernel
+from kernels.cuda.runtime.launch import Array, Kernel, constants
 from kernels.cuda.runtime.vectors import VECTOR_TEMPLATES, vector_size
 
 MOST_ROWS = 4
@@ -11,7 +11,8 @@ _LINEAR = Kernel(
     tuple((*t, rows) for t in VECTOR_TEMPLATES for rows in range(1, MOST_ROWS + 1)),
     dependent_launch=True,
 )
-_WARP, _WARPS, _PARTS = 32, 4, 4  # the kernel's
+_CONSTANTS = constants("matmul/linear_rows.cu")
+_WARP, _WARPS, _PARTS = (_CONSTANTS[name] for name in ("WARP", "WARPS", "PARTS"))
 _BLOCKS_A_PROCESSOR = 4  # more would not be resident at once
 
 
@@ -26,7 +27,7 @@ def linear_rows(device: Device, out: Array, inp: Array, weight: Array, bias: Arr
     while splits < _WARPS and splits * _PARTS * _WARP * size < inputs:
         splits *= 2
     pairs, group = -(-outputs // 2), _WARPS // splits
-    blocks = min(-(-pairs // group), _BLOCKS_A_PROCESSOR * device.processors)
+    blocks = min(-(-pairs // group), _BLOCKS_A_PROCESSOR * device.sm_count)
     device.launch(
         _LINEAR, (weight.dtype, size, len(inp)), blocks, (_WARP, splits, group),
         out=out, inp=inp, weight=weight, bias=bias, pairs=pairs, outputs=outputs, inputs=inputs,

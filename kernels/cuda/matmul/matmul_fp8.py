@@ -1,9 +1,9 @@
-"""The products of a block's linear layer with factors of 8 bits, as training with numerics.precision fp8 makes them.
+"""The matmuls of the blocks' linear layers with 8-bit operands, in training (numerics.precision: fp8).
 
-Forward and input gradient take the weight's cast, made once an update; activations and gradients are cast for each product. Their
-scales are what the largest magnitudes of the update before ask for, which spares a pass over each array, and those of now in an
-engine's first update, `device.measuring`. cuBLASLt has FP8 products only where both sums run along the factors' rows: hence the
-transposed copies.
+Forward and input gradient read casts of the weight, made once per update. Activations and gradients are cast for each
+matmul. Their scales come from the amax values of the update before (delayed scaling), which saves a pass over each array.
+An engine's first update has none, so `device.current_scaling` takes the array's own amax. cuBLASLt has FP8 matmuls only if k
+runs along the rows of both operands: hence the transposed copies.
 """
 
 import math
@@ -11,162 +11,182 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kernels.config import ModelConfig
 from kernels.cuda.bias import bias_backward
 from kernels.cuda.gelu import gelu_backward, gelu_forward
 from kernels.cuda.matmul import cublaslt
 from kernels.cuda.matmul.fp8 import ROWS, fp8, fp8_gelu_backward, fp8_gelu_forward
-from kernels.cuda.runtime.device import Device
+from kernels.cuda.runtime.device import Device, Request, request_bytes
 from kernels.cuda.runtime.launch import E4M3, FLOAT, Array
 from kernels.cuda.sum_rows import add_rows
 from kernels.fp8 import MULTIPLE, pitch
 
-_RESERVED = (cublaslt.WORKSPACE_BYTES,), np.uint8  # the library's part of the workspace, which comes first
+_CUBLASLT = (cublaslt.WORKSPACE_BYTES,), np.uint8  # the library's workspace comes first in scratch memory
 
 
 class Fp8Weight(NamedTuple):
-    """A weight (outputs, inputs) as these products take it, and what goes with it.
+    """A linear layer's weight (outputs, inputs) in FP8, and what its matmuls need.
 
     Args:
-        wide: the weight itself, bf16.
-        out, transposed: its cast and that transposed.
-        saved: bytes for the transposed cast of an input, which forward leaves to backward.
-        scale, inp_scale, dout_scale: () of the casts of weight, input and gradient.
-        inp_most, dout_most: () the largest magnitudes of an update's inputs and gradients so far.
+        bf16: the weight itself.
+        cast, transposed: its cast, and the transposed cast.
+        saved_inp: bytes for the transposed cast of an input, which forward leaves to backward.
+        scale, inp_scale, dout_scale: () fp32, the scales of the casts of weight, input and output gradient.
+        inp_amax, dout_amax: () int32, bits of the largest magnitudes of this update's inputs and gradients so far.
     """
 
-    wide: Array
-    out: Array
+    bf16: Array
+    cast: Array
     transposed: Array
-    saved: Array
+    saved_inp: Array
     scale: Array
     inp_scale: Array
     dout_scale: Array
-    inp_most: Array
-    dout_most: Array
+    inp_amax: Array
+    dout_amax: Array
 
     @property
     def size(self) -> int:
         """Elements of the weight."""
-        return int(self.wide.size)
+        return int(self.bf16.size)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weight and its casts."""
-        return int(self.wide.nbytes + self.out.nbytes + self.transposed.nbytes)
+        return int(self.bf16.nbytes + self.cast.nbytes + self.transposed.nbytes)
 
 
-def fp8_weight(device: Device, *arrays: Array, scales: Array, most: Array) -> Fp8Weight:
-    """The handle of a weight over its first four arrays, three scales, (3, 4), and two magnitudes; cast_weight fills it."""
-    return Fp8Weight(*arrays, *(one.reshape(()) for one in (*scales[:, :1], *most.reshape(2, 1))))
+def fp8_weight(device: Device, *arrays: Array, scales: Array, amax: Array) -> Fp8Weight:
+    """The handle over its four arrays, scales (3, 4) of which the first column counts, and amax (2,)."""
+    return Fp8Weight(*arrays, *(one.reshape(()) for one in (*scales[:, :1], *amax.reshape(2, 1))))
 
 
 def cast_weight(device: Device, weight: Fp8Weight) -> None:
     """Bring the casts up to the weight."""
-    fp8(device, weight.out, weight.transposed, weight.scale, None, weight.wide, measure=True)
+    fp8(device, weight.cast, weight.transposed, weight.scale, None, weight.bf16, measure=True)
 
 
 def fp8_forward(device: Device, out: Any, inp: Any, weight: Fp8Weight, bias: Any) -> None:
-    """out, bf16, = inp @ weight^T (+ bias) of both factors' casts; one rounding."""
-    _, cast = device.workspace(_RESERVED, (inp.shape, E4M3))
-    fp8(
-        device,
-        cast,
-        _saved(weight, len(inp)),
-        weight.inp_scale,
-        weight.inp_most,
-        inp,
-        measure=device.measuring,
-    )
-    epilogue = "" if bias is None else "bias"
-    _multiply(device, out, cast, weight.out, (weight.inp_scale, weight.scale), epilogue, bias)
+    """out, bf16, = inp @ weight^T (+ bias), operands in FP8; one rounding."""
+    _, cast = device.workspace(_CUBLASLT, (inp.shape, E4M3))
+    saved, scale = _saved_inp(weight, len(inp)), weight.inp_scale
+    fp8(device, cast, saved, scale, weight.inp_amax, inp, measure=device.current_scaling)
+    _multiply(device, out, cast, weight.cast, (scale, weight.scale), bias=bias)
 
 
 def fp8_backward(
-    device: Device, dinp: Any, dweight: Any, dout: Any, weight: Fp8Weight, add_dweight: bool
+    device: Device, dinp: Any, dweight: Any, dout: Any, weight: Fp8Weight, *, accumulate: bool
 ) -> None:
-    """matmul_backward of the factors' casts; the input is that of the last fp8_forward with this weight."""
-    cast, turned, _ = _of_gradient(device, dout)
-    fp8(device, cast, turned, weight.dout_scale, weight.dout_most, dout, measure=device.measuring)
-    _backward(device, dinp, dweight, cast, turned, weight, add_dweight)
+    """matmul_backward, operands in FP8; the input is that of the last fp8_forward with this weight."""
+    cast, transposed, _ = _gradient_scratch(device, dout)
+    fp8(device, cast, transposed, weight.dout_scale, weight.dout_amax, dout, measure=device.current_scaling)
+    _multiply_gradient(device, dinp, dweight, cast, transposed, weight, accumulate=accumulate)
 
 
 def fp8_mlp_forward(
     device: Device, out: Any, act: Any, up: Any, inp: Any, weight: Fp8Weight, bias: Any, down: Fp8Weight
 ) -> None:
-    """kernels.cpu.matmul_gelu.matmul_gelu_forward and the product behind it, out = act @ down^T, in which GELU is cast at once.
+    """matmul_gelu_forward and the next matmul, out = act @ down^T. GELU's result is cast without being stored.
 
-    act is written only while scales are measured.
+    With current scaling, act is written as well.
     """
     fp8_forward(device, up, inp, weight, bias)
-    _, cast = device.workspace(_RESERVED, (up.shape, E4M3))
-    saved = _saved(down, len(up))
-    if device.measuring:
+    _, cast = device.workspace(_CUBLASLT, (up.shape, E4M3))
+    saved = _saved_inp(down, len(up))
+    if device.current_scaling:
         gelu_forward(device, act, up)
-        fp8(device, cast, saved, down.inp_scale, down.inp_most, act, measure=True)
+        fp8(device, cast, saved, down.inp_scale, down.inp_amax, act, measure=True)
     else:
-        fp8_gelu_forward(device, cast, saved, down.inp_scale, down.inp_most, up)
-    _multiply(device, out, cast, down.out, (down.inp_scale, down.scale))
+        fp8_gelu_forward(device, cast, saved, down.inp_scale, down.inp_amax, up)
+    _multiply(device, out, cast, down.cast, (down.inp_scale, down.scale))
 
 
 def fp8_mlp_backward(
     device: Device, dinp: Any, dup: Any, dweight: Any, dbias: Any, ddown: Any, dout: Any, up: Any, weight: Fp8Weight,
     down: Fp8Weight, *, add_dweight: bool,
 ) -> None:  # fmt: skip
-    """Back through fp8_mlp_forward. dbias or None is accumulated, dweight and ddown as matmul_backward's.
+    """The backward pass of fp8_mlp_forward. dbias accumulates; dweight and ddown as in matmul_backward.
 
-    dup is overwritten, with act's gradient: its own is there only while scales are measured, else as a cast alone.
+    dup is overwritten: with current scaling by its gradient, otherwise by act's, since dup's exists only as a cast.
     """
-    fp8_backward(device, dup, ddown, dout, down, add_dweight)  # what is in dup now is act's gradient
-    if device.measuring:
+    fp8_backward(device, dup, ddown, dout, down, accumulate=add_dweight)  # dup holds act's gradient now
+    if device.current_scaling:
         gelu_backward(device, dup, dup, up)
         if dbias is not None:
             bias_backward(device, dbias, dup)
-        fp8_backward(device, dinp, dweight, dup, weight, add_dweight)
+        fp8_backward(device, dinp, dweight, dup, weight, accumulate=add_dweight)
         return
-    cast, turned, partial = _of_gradient(device, dup)
-    fp8_gelu_backward(device, cast, turned, weight.dout_scale, weight.dout_most, partial, dup, up)
+    cast, transposed, partial = _gradient_scratch(device, dup)
+    fp8_gelu_backward(device, cast, transposed, weight.dout_scale, weight.dout_amax, partial, dup, up)
     if dbias is not None:
         add_rows(device, partial, dbias)
-    _backward(device, dinp, dweight, cast, turned, weight, add_dweight)
+    _multiply_gradient(device, dinp, dweight, cast, transposed, weight, accumulate=add_dweight)
 
 
-def workspace_bytes(rows: int, outputs: int, inputs: int) -> int:
-    """What these products need of the workspace."""
-    return (
-        cublaslt.WORKSPACE_BYTES
-        + (rows + MULTIPLE) * max(2 * outputs, inputs)
-        + 4 * outputs * (rows // ROWS + 1)
-        + 4 * 256
-    )
+def _saved_inp(weight: Fp8Weight, rows: int) -> Any:
+    """The transposed cast of an input of so many rows; its rows are padded to a multiple of 16."""
+    shape = weight.bf16.shape[1], pitch(rows)
+    return weight.saved_inp[: math.prod(shape)].view(E4M3).reshape(shape)
 
 
-def _saved(weight: Fp8Weight, rows: int) -> Any:
-    """The transposed cast of so many rows of input, in rows that are multiples of 16."""
-    shape = weight.wide.shape[1], pitch(rows)
-    return weight.saved[: math.prod(shape)].view(E4M3).reshape(shape)
-
-
-def _of_gradient(device: Device, dout: Any) -> tuple[Any, Any, Any]:
-    """Workspace for a gradient's cast, that transposed, and sums over its tiles' rows."""
-    (rows, outputs), length = dout.shape, pitch(len(dout))
-    parts = (dout.shape, E4M3), ((outputs, length), E4M3), ((1, -(-rows // ROWS), outputs), FLOAT)
-    _, cast, turned, partial = device.workspace(_RESERVED, *parts)
-    return cast, turned, partial
-
-
-def _backward(
-    device: Device, dinp: Any, dweight: Any, cast: Any, turned: Any, weight: Fp8Weight, add_dweight: bool
+def _multiply_gradient(
+    device: Device,
+    dinp: Any,
+    dweight: Any,
+    cast: Any,
+    transposed: Any,
+    weight: Fp8Weight,
+    *,
+    accumulate: bool,
 ) -> None:
-    """Both products of a gradient that is cast."""
-    saved, scales = _saved(weight, len(cast)), (weight.dout_scale, weight.inp_scale)
+    """Both matmuls of a gradient that has been cast."""
+    saved, scales = _saved_inp(weight, len(cast)), (weight.dout_scale, weight.inp_scale)
+    # The sum over all positions is the longest: it is accumulated in fp32.
     cublaslt.multiply(
-        device, dweight, turned, saved, False, True, add_dweight, "fp8", scales=scales
-    )  # in fp32, the longest
+        device,
+        dweight,
+        transposed,
+        saved,
+        precision="fp8",
+        transpose_b=True,
+        accumulate=accumulate,
+        scales=scales,
+    )
     _multiply(device, dinp, cast, weight.transposed, (weight.dout_scale, weight.scale))
 
 
-def _multiply(
-    device: Device, out: Any, a: Any, b: Any, scales: tuple[Any, Any], epilogue: str = "", bias: Any = None
-) -> None:
-    """out = a @ b^T, summed by tensor cores alone, which keep fewer bits than fp32."""
-    cublaslt.multiply(device, out, a, b, False, True, False, "fp8 fast", epilogue, bias, scales=scales)
+def _multiply(device: Device, out: Any, a: Any, b: Any, scales: tuple[Any, Any], bias: Any = None) -> None:
+    """out = a @ b^T (+ bias), accumulated by the tensor cores, which keep fewer bits than fp32."""
+    epilogue = "" if bias is None else "bias"
+    cublaslt.multiply(
+        device, out, a, b, precision="fp8 fast", transpose_b=True, epilogue=epilogue, bias=bias, scales=scales
+    )
+
+
+def _gradient_requests(rows: int, outputs: int) -> tuple[Request, ...]:
+    """The library's workspace; a gradient's cast, its transpose, and sums over its tiles' rows."""
+    partial = (1, -(-rows // ROWS), outputs), FLOAT
+    return _CUBLASLT, ((rows, outputs), E4M3), ((outputs, pitch(rows)), E4M3), partial
+
+
+def _gradient_scratch(device: Device, dout: Any) -> list[Any]:
+    return device.workspace(*_gradient_requests(*dout.shape))[1:]
+
+
+def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
+    """Of the widest linear layer, forward or backward.
+
+    Raises:
+        ValueError: a width is not a multiple of 16.
+    """
+    if device.fp8 is None:
+        return 0
+    for width in {width for linear in config.linears.values() for width in linear}:
+        if width % MULTIPLE:
+            raise ValueError(
+                f"numerics.precision: fp8 needs linear layers with widths that are multiples of {MULTIPLE} (they follow from "
+                f"model.dim, ffn, heads and kv_heads), one is {width}; set it to bf16"
+            )
+    backward = (request_bytes(*_gradient_requests(rows, outputs)) for outputs, _ in config.linears.values())
+    forward = (request_bytes(_CUBLASLT, ((rows, inputs), E4M3)) for _, inputs in config.linears.values())
+    return max(*backward, *forward)

@@ -1,43 +1,42 @@
-"""A linear layer and the GELU beside it; the mathematics and the contracts are those of kernels.cpu.matmul_gelu.
+"""A linear layer fused with GELU; mathematics and contracts: kernels/cpu/matmul_gelu.py.
 
-In bf16 GELU is computed where the product's sums are at hand, which spares a pass over (rows, F) each way: on Hopper by our own
-kernel, whatever `device.matmul` says, which also sums dup for the bias; elsewhere by cuBLASLt.
+In bf16, GELU is computed from the matmul's fp32 accumulators, which saves a pass over (rows, F) in each direction. On
+Hopper this project's kernel does it, with either backend, and also sums dup for the bias. Elsewhere cuBLASLt does.
 """
 
 from typing import Any
 
+from kernels.config import ModelConfig
 from kernels.cuda.bias import bias_backward
 from kernels.cuda.gelu import gelu_backward, gelu_forward
 from kernels.cuda.matmul import cublaslt, linear_rows
 from kernels.cuda.matmul.matmul import matmul_backward, matmul_forward, weight_gradient
-from kernels.cuda.runtime.device import Device
-from kernels.cuda.runtime.launch import BF16, FLOAT, Kernel
+from kernels.cuda.runtime.device import Device, Request, request_bytes
+from kernels.cuda.runtime.launch import BF16, FLOAT, Kernel, constants
 from kernels.cuda.runtime.vectors import vector_size
 from kernels.cuda.sum_rows import add_rows
 
-_SIZE = 8  # elements that the library's rows are multiples of here
-_WIDTHS = (
-    192,
-    128,
-)  # of a tile; the wider moves fewer bytes for its products, the narrower takes every width
+_SIZE = 8  # cuBLASLt's GELU epilogues need rows that are a multiple of 8 elements
+_WIDTHS = (192, 128)  # of a tile: 192 loads fewer bytes per multiply-add, 128 divides every other width
 _INSTANCES = tuple((backward, width) for backward in (False, True) for width in _WIDTHS)
 _HOPPER = Kernel("matmul/matmul_gelu_hopper.cu", "matmul_gelu", _INSTANCES, hopper=True)
-# The kernel's ROWS, BOX, threads, CLUSTER, a warpgroup's warps, and shared memory: 28 boxes, in stages and places, and barriers.
-_ROWS, _BOX, _BLOCK, _CLUSTER, _WARPS = 128, 64, 3 * 128, 2, 4
-_SHARED_BYTES = 28 * _BOX * _BOX * BF16.itemsize + 192
+_CONSTANTS = constants("matmul/matmul_gelu_hopper.cu")
+_ROWS, _BOX, _CLUSTER = (_CONSTANTS[name] for name in ("ROWS", "BOX", "CLUSTER"))
+_BLOCK = 3 * _CONSTANTS["WARPGROUP"]
+_WARPS = _CONSTANTS["WARPGROUP"] // _CONSTANTS["WARP"]
+_SHARED_BYTES = 28 * _CONSTANTS["BOX_BYTES"] + 192  # 28 boxes in stages and epilogue buffers; mbarriers
 
 
 def matmul_gelu_forward(device: Device, act: Any, up: Any, inp: Any, weight: Any, bias: Any = None) -> None:
-    """See kernels.cpu.matmul_gelu.matmul_gelu_forward.
-
-    In bf16 both results are made of the fp32 sum: act is GELU's of up before it was rounded.
-    """
+    """See kernels/cpu/matmul_gelu.py. In bf16 both results come from the fp32 accumulator: act is not GELU of a rounded up."""
     few = len(inp) <= linear_rows.MOST_ROWS
-    if not few and _by_hopper(device, up, inp):
-        _launch(device, False, up, act, inp, weight, bias, None)
-    elif not few and _gelu_in_product(device, act, up, bias):
+    if not few and _takes_hopper(device, up, inp):
+        _launch_hopper(device, up, act, inp, weight, bias=bias)
+    elif not few and _gelu_in_epilogue(device, act, up, bias):
         epilogue = "gelu" if bias is None else "bias gelu"
-        cublaslt.multiply(device, act, inp, weight, False, True, False, device.precision, epilogue, bias, up)
+        cublaslt.multiply(
+            device, act, inp, weight, precision=device.precision, transpose_b=True, epilogue=epilogue, bias=bias, aux=up
+        )  # fmt: skip
     else:
         matmul_forward(device, up, inp, weight, bias)
         gelu_forward(device, act, up)
@@ -47,21 +46,18 @@ def matmul_gelu_backward(
     device: Device, dup: Any, dweight: Any, dout: Any, act: Any, up: Any, weight: Any, dbias: Any = None, *,
     add_dweight: bool = True,
 ) -> None:  # fmt: skip
-    """See kernels.cpu.matmul_gelu.matmul_gelu_backward. dweight and dbias are fp32, all else T; in bf16 dup is rounded once.
-
-    Workspace: on Hopper a row of fp32 for each 32 rows.
-    """
-    if _by_hopper(device, up, dout):
-        weight_gradient(device, dweight, dout, act, add_dweight)
-        (partial,) = device.workspace(((1, _WARPS * -(-len(up) // _ROWS), up.shape[1]), FLOAT))
-        _launch(device, True, up, dup, dout, weight, None, partial)
+    """See kernels/cpu/matmul_gelu.py. dweight and dbias are fp32, everything else T; in bf16 dup is rounded once."""
+    if _takes_hopper(device, up, dout):
+        weight_gradient(device, dweight, dout, act, accumulate=add_dweight)
+        (partial,) = device.workspace(_scratch(*up.shape))
+        _launch_hopper(device, up, dup, dout, weight, partial=partial)
         if dbias is not None:
             add_rows(device, partial, dbias)
         return
-    if _gelu_in_product(device, dup, up, None):
-        weight_gradient(device, dweight, dout, act, add_dweight)
+    if _gelu_in_epilogue(device, dup, up, None):
+        weight_gradient(device, dweight, dout, act, accumulate=add_dweight)
         cublaslt.multiply(
-            device, dup, dout, weight, False, False, False, device.precision, "gelu backward", None, up
+            device, dup, dout, weight, precision=device.precision, epilogue="gelu backward", aux=up
         )
     else:
         matmul_backward(device, dup, dweight, dout, act, weight, add_dweight=add_dweight)
@@ -70,28 +66,39 @@ def matmul_gelu_backward(
         bias_backward(device, dbias, dup)
 
 
-def _gelu_in_product(device: Device, out: Any, up: Any, bias: Any) -> bool:
-    """Whether the library computes GELU with the product: only in bf16, as its tanh is an approximation."""
+def _gelu_in_epilogue(device: Device, out: Any, up: Any, bias: Any) -> bool:
+    """Whether cuBLASLt computes GELU in its epilogue: only in bf16, because its tanh is an approximation."""
     given = (out, up) if bias is None else (out, up, bias)
     return device.matmul == "cublaslt" and out.dtype == BF16 and vector_size(out.shape[1], *given) == _SIZE
 
 
-def _by_hopper(device: Device, up: Any, inp: Any) -> bool:
-    """Whether matmul_gelu_hopper.cu takes them: widths of whole boxes of the copy engine."""
+def _takes_hopper(device: Device, up: Any, inp: Any) -> bool:
+    """Whether matmul_gelu_hopper.cu takes these arrays: widths that are whole TMA boxes."""
     whole = up.shape[1] % _BOX == 0 and inp.shape[1] % _BOX == 0
     return device.arch == "sm_90" and up.dtype == BF16 and whole
 
 
-def _launch(
-    device: Device, backward: bool, up: Any, out: Any, inp: Any, weight: Any, bias: Any, partial: Any
+def _launch_hopper(
+    device: Device, up: Any, out: Any, inp: Any, weight: Any, *, bias: Any = None, partial: Any = None
 ) -> None:
-    """Clusters of two blocks; no more than there are pairs of tiles."""
-    (m, n), k = up.shape, inp.shape[1]
+    """Forward: up and out = act, from inp. Backward, if there is `partial`: out = dup and sums of it, from inp = dout."""
+    (m, n), k, backward = up.shape, inp.shape[1], partial is not None
     width = next((width for width in _WIDTHS if n % width == 0), _WIDTHS[-1])
+    # Persistent clusters of two blocks, no more than there are pairs of tiles.
     pairs = -(-m // _ROWS) * -(-n // (_CLUSTER * width))
-    maps = {f"{name}_map": device.heads_map(x.reshape(1, len(x), 1, -1)) for name, x in
-            (("up", up), ("out", out), ("a", inp), ("b", weight))}  # fmt: skip
+    arrays = {"up_map": up, "out_map": out, "a_map": inp, "b_map": weight}
+    maps = {name: device.heads_map(array.reshape(1, len(array), 1, -1)) for name, array in arrays.items()}
     device.launch(
-        _HOPPER, (backward, width), _CLUSTER * min(pairs, device.processors // _CLUSTER), _BLOCK, shared_bytes=_SHARED_BYTES,
-        bias=bias, partial=partial, m=m, n=n, k=k, **maps,
+        _HOPPER, (backward, width), _CLUSTER * min(pairs, device.sm_count // _CLUSTER), _BLOCK,
+        shared_bytes=_SHARED_BYTES, bias=bias, partial=partial, m=m, n=n, k=k, **maps,
     )  # fmt: skip
+
+
+def _scratch(rows: int, columns: int) -> Request:
+    """A row of partial sums per warp, for the bias's gradient."""
+    return (1, _WARPS * -(-rows // _ROWS), columns), FLOAT
+
+
+def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
+    """Of the Hopper kernel."""
+    return request_bytes(_scratch(rows, config.ffn))

@@ -57,7 +57,7 @@ def compile_instance(source: str, instance: str, arch: str) -> Compiled:
     """
     options = (*OPTIONS, f"-arch={arch}")
     digest = hashlib.sha256(
-        "\0".join((_sources(source), instance, *options, str(_version()))).encode()
+        "\0".join((sources(source), instance, *options, str(_version()))).encode()
     ).hexdigest()[:32]
     code, notes = (user_cache() / "cuda" / f"{digest}.{suffix}" for suffix in ("cubin", "json"))
     if code.is_file() and notes.is_file():
@@ -85,7 +85,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 @cache
-def _sources(source: str) -> str:
+def sources(source: str) -> str:
     """The text of the file and of every header that it includes, directly or not."""
     found: list[Path] = [FOLDER / source]
     for path in found:  # grows while it is gone through

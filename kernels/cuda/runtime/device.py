@@ -1,8 +1,9 @@
-"""The GPU that this process computes on: its stream, its loaded kernels, memory to and from the host, and captured graphs.
+"""The GPU of this process: its stream, its loaded kernels, memory to and from the host, and CUDA graphs.
 
-Everything runs on one stream, in order, so a scratch buffer of one operation may be the next one's.
+Everything runs on one stream, in order, so operations can share one scratch buffer.
 """
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -14,9 +15,21 @@ from kernels.cuda.runtime.compile import compile_instance
 from kernels.cuda.runtime.dependent_launch import launch_dependent
 from kernels.cuda.runtime.launch import BF16, Array, Kernel, Template, arguments
 from kernels.cuda.runtime.tensor_map import heads_map
+from kernels.ops import Fp8Ops, Graphs
 
 # Oldest architecture with bf16 products and asynchronous copies.
 OLDEST = (8, 0)
+
+
+# Shape and dtype of an array in scratch memory.
+Request = tuple[tuple[int, ...], Any]
+_SCRATCH_ALIGNMENT = 256
+
+
+def request_bytes(*requests: Request) -> int:
+    """Scratch memory that these arrays take together."""
+    sizes = (math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in requests)
+    return sum(-(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT for size in sizes)
 
 
 class Device:
@@ -26,14 +39,18 @@ class Device:
         ValueError: there is no GPU, its driver is too old, or its architecture is not supported.
     """
 
-    # Those of numerics: how products round, whose products and which attention are launched, and whether sums keep their order.
+    # From numerics: how matmuls round, which matmul and attention kernels are launched, whether sums keep their order.
     precision: str
+    storage: np.dtype[Any]
+    fp8: Fp8Ops | None = None
     matmul: str
     attention: str
     deterministic: bool
-    measuring = False  # whether casts to FP8 take the scales of now
+    current_scaling = (
+        False  # whether casts to FP8 take the scale of the array itself, not of the update before
+    )
 
-    asynchronous = True  # whether an operation goes on after the call that starts it
+    asynchronous = True
 
     def __init__(self) -> None:
         runtime = cupy.cuda.runtime
@@ -54,17 +71,16 @@ class Device:
                 f"runtime.device: {self.model} is too old ({capability}, needed is {OLDEST}); set it to cpu"
             )
         self.arch, self._dependent_launches = f"sm_{capability[0]}{capability[1]}", capability >= (9, 0)
-        self.processors = int(properties["multiProcessorCount"])
-        self.shared_bytes = int(properties["sharedMemPerBlockOptin"])  # the most that a block may have
+        self.sm_count = int(properties["multiProcessorCount"])
+        self.shared_bytes = int(properties["sharedMemPerBlockOptin"])  # the most that a block can have
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._functions: dict[tuple[Kernel, Template], Any] = {}
         self._modules: list[Any] = []  # unloaded when collected
-        self._graphs: dict[Hashable, Any] = {}
         self._workspace = np.empty(0, np.uint8)
-        # Counts of blocks that have finished a part of something, or of parts that they took; zero between operations. More are
-        # not split than fill the GPU.
-        self.finished = self.allocate(4 * 4 * self.processors).view(np.int32)
-        self._kept: dict[Hashable, Array] = {}
+        # Counters that kernels share: finished blocks, or work items handed out. Zero between operations. No operation
+        # splits work among more blocks than fill the GPU.
+        self.block_counters = self.allocate(4 * 4 * self.sm_count).view(np.int32)
+        self._persistent: dict[Hashable, Array] = {}
 
     def launch(
         self,
@@ -91,7 +107,7 @@ class Device:
         module = cupy.cuda.function.Module()
         module.load(compiled.cubin)
         function = module.get_function(compiled.symbol)
-        # One instance is launched with as much shared memory as the sizes at hand need, now less and then more.
+        # An instance may be launched with different sizes of shared memory: allow it all there is.
         static_bytes = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, attribute, self.shared_bytes - static_bytes)
@@ -113,7 +129,7 @@ class Device:
         return memory  # type: ignore[no-any-return]
 
     def allocate_shared(self, size: int) -> tuple[Array, Array]:
-        """`size` zeroed bytes of the host's memory, as the host sees them and as kernels do, over the bus."""
+        """`size` zeroed bytes of pinned host memory: as the host sees them, and as kernels do over the bus."""
         memory = cupy.cuda.alloc_pinned_memory(size)
         host = np.frombuffer(memory, np.uint8, size)
         host[...] = 0
@@ -125,38 +141,38 @@ class Device:
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
     def used_bytes(self) -> int:
-        """Memory of the GPU that is in use, by the driver's own meter: all of this process, and of any other."""
+        """Memory in use on the GPU, by this process and any other, as the driver reports it."""
         free, total = cupy.cuda.runtime.memGetInfo()
         return int(total - free)
 
     def use_workspace(self, workspace: Array) -> None:
-        """Bytes that each operation may use while it runs."""
+        """Take this scratch memory, which each operation may use while it runs."""
         self._workspace = workspace
 
-    def workspace(self, *parts: tuple[tuple[int, ...], Any]) -> list[Array]:
-        """Arrays of these shapes and dtypes, unwritten, good until the next operation."""
+    def workspace(self, *requests: Request) -> list[Array]:
+        """Uninitialized arrays of these shapes and dtypes in scratch memory, valid until the next operation."""
         views, offset = [], 0
-        for shape, dtype in parts:
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        for shape, dtype in requests:
+            size = math.prod(shape) * np.dtype(dtype).itemsize
             assert offset + size <= self._workspace.size, (
                 f"workspace: {offset + size} of {self._workspace.size} bytes"
             )
             views.append(self._workspace[offset : offset + size].view(dtype).reshape(shape))
-            offset += -(-size // 256) * 256
+            offset += -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
         return views
 
-    def kept(self, name: Hashable, size: int) -> Array:
-        """`size` bytes that one operation alone writes, zero at first and from then on as it left them."""
-        if (name, size) not in self._kept:
-            self._kept[name, size] = self.allocate(size)
-        return self._kept[name, size]
+    def persistent_buffer(self, name: Hashable, size: int) -> Array:
+        """`size` bytes that one operation owns: zero at first, then as the operation left them."""
+        if (name, size) not in self._persistent:
+            self._persistent[name, size] = self.allocate(size)
+        return self._persistent[name, size]
 
     def heads_map(self, array: Array) -> Array:
-        """What a Hopper kernel takes for a (B, T, heads, D) array of bf16."""
+        """The tensor map of a (B, T, heads, D) array of bf16."""
         return heads_map(array)
 
     def upload(self, target: Any, source: Any) -> None:
-        """Copy a host array, or a number, into a device array, rounded to bf16 where that is what the target holds."""
+        """Copy a host array, or a number, into a device array; rounded to bf16 if the target holds bf16."""
         host = np.asarray(source)
         if host.shape != target.shape:
             host = np.broadcast_to(host, target.shape)
@@ -194,38 +210,34 @@ class Device:
             self.stream.ptr,
         )
 
-    def replay(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do what `work` launches: by launching it at first, from a graph captured the second time on.
+    def new_graphs(self) -> Graphs:
+        """Captured graphs by key; None: the work ran once, and the next call captures it."""
+        return dict[Hashable, Any]()
 
-        `work` must launch the same kernels with the same arguments each time that it is called for one key.
-        """
-        graph = self._graphs.get(key)
-        if graph is None and key in self._graphs:
+    def replay(self, graphs: Graphs, key: Hashable, work: Callable[[], None]) -> None:
+        """See kernels.ops.Ops.replay. The first call runs the work, because it may still load kernels."""
+        graph = graphs.get(key)
+        if graph is None and key in graphs:
             with self.stream:
                 self.stream.begin_capture()
                 work()
-                graph = self._graphs[key] = self.stream.end_capture()
+                graph = graphs[key] = self.stream.end_capture()
         if graph is None:
             work()
-            self._graphs[key] = None
+            graphs[key] = None
         else:
             graph.launch(self.stream)
 
-    def forget(self, owner: int) -> None:
-        """Drop the graphs whose key ends with the id of an object that is gone."""
-        for key in [key for key in self._graphs if isinstance(key, tuple) and key[-1] == owner]:
-            del self._graphs[key]
-
-    def mark(self) -> Any:
-        """The place in the stream that it has come to once all is done that was started so far."""
+    def record_event(self) -> Any:
+        """An event that is over when everything started so far is done."""
         event = cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)
         return event
 
-    def synchronize(self, mark: Any = None) -> None:
-        """Wait until the stream has come to a mark, or else is idle; an error of any kernel before comes up here."""
+    def synchronize(self, event: Any = None) -> None:
+        """Wait for an event, or until the stream is idle; an error of an earlier kernel is raised here."""
         try:
-            (mark or self.stream).synchronize()
+            (event or self.stream).synchronize()
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise _kernel_failed(error) from None
 
@@ -237,7 +249,7 @@ def _kernel_failed(error: Exception) -> ValueError:
 
 
 def to_bf16(host: Array) -> Array:
-    """fp32 to the bits of bf16, to nearest, ties to even; NaN stays NaN."""
+    """The bits of bf16, rounded to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(host, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(host), np.uint32(0x7FC0), rounded).astype(BF16)

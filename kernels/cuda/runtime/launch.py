@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cuda.runtime.compile import FOLDER
+from kernels.cuda.runtime.compile import FOLDER, sources
 
 Array = np.ndarray[Any, Any]
 Template = tuple[np.dtype[Any] | int | bool, ...]
@@ -32,6 +32,42 @@ _POINTERS = {  # Word: of decode/inter_block.cuh
 _SCALARS: dict[str, Any] = {
     "int": np.int32, "long long": np.int64, "unsigned": np.uint32, "float": np.float32, "double": np.float64, "bool": np.bool_,
 }  # fmt: skip
+
+
+@cache
+def constants(source: str, **template: int) -> dict[str, int]:
+    """The integer constants that a .cu file and the headers it includes define, by name.
+
+    Args:
+        source: path of the .cu file in kernels/cuda.
+        template: values of template parameters, for constants that depend on them; of a type, its bytes.
+    """
+    found: dict[str, int] = dict(template)
+    text = "\n".join(reversed(sources(source).split("\0")))  # a header's constants before those that use them
+    text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r"(?<=\w)<[\w, ]+>", "", text).replace("sizeof(unsigned)", "4")
+    text = re.sub(r"sizeof\((\w+)\)", r"\1", text)
+    for declaration in re.findall(r"constexpr (?:int|unsigned) (\w[^;]*);", text):
+        for name, value in re.findall(r"(\w+) = ([^,]+?)(?:,\s*|$)", declaration):
+            evaluated = _evaluate(value, found)
+            if evaluated is not None:
+                found.setdefault(name, evaluated)
+    return found
+
+
+def _evaluate(expression: str, known: Mapping[str, int]) -> int | None:
+    """An integer expression of known names, + - * / %, comparisons and ?: ; None if it is something else."""
+    condition, mark, rest = expression.partition("?")
+    if mark:
+        chosen, _, other = rest.partition(":")
+        value = _evaluate(condition, known)
+        return None if value is None else _evaluate(chosen if value else other, known)
+    if not re.fullmatch(r"[\w\s()+\-*/%<>=!]+", expression):
+        return None
+    try:
+        return int(eval(expression.replace("/", "//"), {"__builtins__": {}}, dict(known)))
+    except (NameError, SyntaxError, TypeError, ZeroDivisionError):
+        return None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.config import ModelConfig
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Template
 from kernels.cuda.runtime.vectors import VECTOR_BYTES, vector_size
@@ -59,7 +60,25 @@ def row_queue(device: Device, inp: Array, block: tuple[int, int], arrays: int) -
         arrays: how many of these are queued beside the stream.
     """
     rows, dim = inp.shape
-    blocks = device.processors * max(1, RESIDENT_WARPS * _WARP // (block[0] * block[1]))
+    blocks = device.sm_count * max(1, RESIDENT_WARPS * _WARP // (block[0] * block[1]))
     stage_bytes = block[1] * dim * (FLOAT.itemsize + arrays * inp.dtype.itemsize)
     stages = _STAGES if _STAGES * stage_bytes <= device.shared_bytes - _OTHER_SHARED_BYTES else 1
     return min(blocks, -(-rows // block[1])), stages, stages * stage_bytes
+
+
+def row_scratch_bytes(device: Device, config: ModelConfig, *, sums: int) -> int:
+    """Scratch memory of a backward pass over the model's rows: a row of fp32 for each sum of each block.
+
+    Raises:
+        ValueError: the model's rows are too long.
+    """
+    longest = LONGEST_ROW if config.dim % 8 == 0 else LONGEST_ROW // 2
+    if config.dim > longest:
+        raise ValueError(
+            f"model.dim: norms on the GPU take rows of at most {LONGEST_ROW}, or {LONGEST_ROW // 2} if not a multiple of 8, "
+            f"got {config.dim}; set it smaller, or runtime.device to cpu"
+        )
+    blocks = (
+        device.sm_count * RESIDENT_WARPS // 2
+    )  # see row_queue: a block of a long row has at least two warps
+    return sums * blocks * config.dim * FLOAT.itemsize
