@@ -120,7 +120,7 @@ def loss_figure(train: Sequence[tuple[float, ...]], val: Sequence[tuple[float, .
         x = left + (width - left - right) * row[0] / last
         return x, top + (height - top - bottom) * (high - row[1]) / (high - low)
 
-    parts = [text(left - 32, 26, "Pretraining of the default model: loss in nats per token", "title")]
+    parts = [text(left - 32, 26, "Pretraining: loss in nats per token", "title")]
     every = max(1, round((high - low) / 4))
     for level in range(int(low) + (low > int(low)), int(high) + 1, every):
         y = place((0, level))[1]
