@@ -7,7 +7,7 @@ BIN := .venv/bin
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "error: Python 3.11 to 3.13 is needed, $(PYTHON) is " + sys.version.split()[0] + "; make PYTHON=python3.12 ... chooses another")'
 
 .DEFAULT_GOAL := help
-.PHONY: help repro test test-parity test-gpu check chaos bench chat lint git moved
+.PHONY: help repro test test-parity test-gpu check chaos bench chat figures lint git moved
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ chaos: .venv/ready  ## kill a small pipeline 100 times at random moments and com
 
 chat: .venv/ready  ## talk to the chat model of the last run
 	$(BIN)/python -m stages.chat
+
+figures: .venv/ready  ## draw the README's figures from the curves of the last run
+	$(BIN)/python -m docs.figures
 
 lint: .venv/ready  ## style, types, and that params.yaml is what conf/ composes
 	$(BIN)/ruff check .
