@@ -6,10 +6,10 @@ from kernels.fp8 import MULTIPLE
 
 _SCALE = Kernel("matmul/fp8.cu", "fp8_scale", ((),))
 _RESCALE = Kernel("matmul/fp8.cu", "fp8_rescale", ((),))
-_NUMBERS, _GELU, _GELU_BACKWARD = range(3)
-_CAST = Kernel("matmul/fp8.cu", "fp8_cast", ((_NUMBERS,), (_GELU,), (_GELU_BACKWARD,)))
-# The kernels' threads, SIZE, UNDER_WAY, and tile.
-_SCALE_BLOCK, _SIZE, _UNDER_WAY = 512, 8, 4
+_IDENTITY, _GELU, _GELU_BACKWARD = range(3)
+_CAST = Kernel("matmul/fp8.cu", "fp8_cast", ((_IDENTITY,), (_GELU,), (_GELU_BACKWARD,)))
+# The kernels' threads, SIZE, LOADS_IN_FLIGHT, and tile.
+_SCALE_BLOCK, _SIZE, _LOADS_IN_FLIGHT = 512, 8, 4
 _CAST_BLOCK, ROWS, _COLUMNS = 256, 128, 64
 _RESCALE_BLOCK = 128
 _BLOCKS_A_PROCESSOR = 4  # of _SCALE: as many threads as a Hopper GPU's holds
@@ -31,7 +31,7 @@ def fp8(
     """
     if measure:
         vectors = inp.size // _SIZE
-        blocks = min(-(-vectors // (_SCALE_BLOCK * _UNDER_WAY)), _BLOCKS_A_PROCESSOR * device.processors)
+        blocks = min(-(-vectors // (_SCALE_BLOCK * _LOADS_IN_FLIGHT)), _BLOCKS_A_PROCESSOR * device.processors)
         device.launch(
             _SCALE,
             (),
@@ -39,10 +39,10 @@ def fp8(
             _SCALE_BLOCK,
             scale=scale,
             inp=inp,
-            finished=device.finished[:2],
+            grid_state=device.finished[:2],
             vectors=vectors,
         )
-    _cast(device, _NUMBERS, out, transposed, scale, most, inp)
+    _cast(device, _IDENTITY, out, transposed, scale, most, inp)
 
 
 def fp8_gelu_forward(
@@ -75,7 +75,7 @@ def _cast(
     grid = -(-columns // _COLUMNS), -(-max(rows, pitch) // ROWS)
     device.launch(
         _CAST, (of,), grid, _CAST_BLOCK,
-        out=out, transposed=transposed, scale=scale, most=most, partial=partial, inp=inp, up=up,
+        out=out, transposed=transposed, scale=scale, amax=most, partial=partial, inp=inp, up=up,
         rows=rows, columns=columns, pitch=pitch,
     )  # fmt: skip
 
@@ -83,4 +83,4 @@ def _cast(
 def fp8_rescale(device: Device, scales: Array, most: Array, norm: Array) -> None:
     """See kernels.cpu.fp8.fp8_rescale."""
     blocks = -(-most.size // _RESCALE_BLOCK)
-    device.launch(_RESCALE, (), blocks, _RESCALE_BLOCK, scales=scales, most=most, norm=norm, count=most.size)
+    device.launch(_RESCALE, (), blocks, _RESCALE_BLOCK, scales=scales, amax=most, norm=norm, count=most.size)
