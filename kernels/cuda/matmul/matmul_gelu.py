@@ -16,14 +16,13 @@ from kernels.cuda.runtime.vectors import vector_size
 from kernels.cuda.sum_rows import add_rows
 
 _SIZE = 8  # elements that the library's rows are multiples of here
-_WIDTHS = (
-    192,
-    128,
-)  # of a tile; the wider moves fewer bytes for its products, the narrower takes every width
-_INSTANCES = tuple((backward, width) for backward in (False, True) for width in _WIDTHS)
+# TILE_N. The wider tile loads fewer bytes per FLOP; the narrower one takes every n.
+_TILE_N = (192, 128)
+_INSTANCES = tuple((backward, tile_n) for backward in (False, True) for tile_n in _TILE_N)
 _HOPPER = Kernel("matmul/matmul_gelu_hopper.cu", "matmul_gelu", _INSTANCES, hopper=True)
-# The kernel's ROWS, BOX, threads, CLUSTER, a warpgroup's warps, and shared memory: 28 boxes, in stages and places, and barriers.
-_ROWS, _BOX, _BLOCK, _CLUSTER, _WARPS = 128, 64, 3 * 128, 2, 4
+# The kernel's TILE_M, BOX, threads, CLUSTER, warps per warpgroup. Shared memory: 28 boxes (stages and
+# epilogue buffers) and mbarriers.
+_TILE_M, _BOX, _BLOCK, _CLUSTER, _WARPS = 128, 64, 3 * 128, 2, 4
 _SHARED_BYTES = 28 * _BOX * _BOX * BF16.itemsize + 192
 
 
@@ -53,7 +52,7 @@ def matmul_gelu_backward(
     """
     if _by_hopper(device, up, dout):
         weight_gradient(device, dweight, dout, act, add_dweight)
-        (partial,) = device.workspace(((1, _WARPS * -(-len(up) // _ROWS), up.shape[1]), FLOAT))
+        (partial,) = device.workspace(((1, _WARPS * -(-len(up) // _TILE_M), up.shape[1]), FLOAT))
         _launch(device, True, up, dup, dout, weight, None, partial)
         if dbias is not None:
             add_rows(device, partial, dbias)
@@ -77,7 +76,7 @@ def _gelu_in_product(device: Device, out: Any, up: Any, bias: Any) -> bool:
 
 
 def _by_hopper(device: Device, up: Any, inp: Any) -> bool:
-    """Whether matmul_gelu_hopper.cu takes them: widths of whole boxes of the copy engine."""
+    """Whether matmul_gelu_hopper.cu takes them: n and k are multiples of a TMA box."""
     whole = up.shape[1] % _BOX == 0 and inp.shape[1] % _BOX == 0
     return device.arch == "sm_90" and up.dtype == BF16 and whole
 
@@ -87,11 +86,11 @@ def _launch(
 ) -> None:
     """Clusters of two blocks; no more than there are pairs of tiles."""
     (m, n), k = up.shape, inp.shape[1]
-    width = next((width for width in _WIDTHS if n % width == 0), _WIDTHS[-1])
-    pairs = -(-m // _ROWS) * -(-n // (_CLUSTER * width))
+    tile_n = next((width for width in _TILE_N if n % width == 0), _TILE_N[-1])
+    pairs = -(-m // _TILE_M) * -(-n // (_CLUSTER * tile_n))
     maps = {f"{name}_map": device.heads_map(x.reshape(1, len(x), 1, -1)) for name, x in
             (("up", up), ("out", out), ("a", inp), ("b", weight))}  # fmt: skip
     device.launch(
-        _HOPPER, (backward, width), _CLUSTER * min(pairs, device.processors // _CLUSTER), _BLOCK, shared_bytes=_SHARED_BYTES,
+        _HOPPER, (backward, tile_n), _CLUSTER * min(pairs, device.processors // _CLUSTER), _BLOCK, shared_bytes=_SHARED_BYTES,
         bias=bias, partial=partial, m=m, n=n, k=k, **maps,
     )  # fmt: skip
