@@ -22,9 +22,8 @@
 
 #include "mma.cuh"
 
-// GROUP_M is not tuned. On an H200 the kernel has 0.31 to 0.39 of cuBLASLt's speed, which uses wgmma; a
-// weight gradient with few tiles has as little as 0.11, for want of split-K (kernels/NOTES.md, the CUDA
-// engine's first day).
+// GROUP_M is not tuned. On an H200 the kernel has 0.32 to 0.39 of the speed of cuBLASLt, which uses wgmma.
+// For weight gradients it has 0.11 to 0.31: without split-K few tiles leave SMs idle.
 constexpr int TILE = 128, TILE_K = 32, STAGES = 4, THREADS = 128, GROUP_M = 16;
 constexpr int WARP_TILE = 64;                  // rows and columns of out per warp
 constexpr int M_FRAGMENTS = WARP_TILE / 16;    // of 16 rows
