@@ -119,7 +119,9 @@ class Engine:
         """
         expected = {p.name: p.shape for p in self._table}
         for name in expected.keys() ^ weights.keys():
-            raise ValueError(f"weights: {name} is {'missing' if name in expected else 'unknown to this model'}")
+            raise ValueError(
+                f"weights: {name} is {'missing' if name in expected else 'unknown to this model'}"
+            )
         for name, shape in expected.items():
             if weights[name].shape != shape:
                 raise ValueError(f"weights: {name} expected shape {shape}, got {weights[name].shape}")

@@ -427,10 +427,10 @@ def test_launchers_repeat_the_kernels_constants() -> None:
         (FOLDER / "matmul/fp8.cu").read_text(encoding="utf-8"),
     )
     block, columns = (int(re.search(rf"\b{name} = (\d+)", text8)[1]) for name in ("CAST_BLOCK", "COLUMNS"))  # type: ignore[index]
-    for name in ("SIZE", "SCALE_BLOCK", "CAST_BLOCK", "UNDER_WAY", "COLUMNS"):
+    for name in ("SIZE", "SCALE_BLOCK", "CAST_BLOCK", "LOADS_IN_FLIGHT", "COLUMNS"):
         assert re.search(rf"\b{name} = {getattr(fp8, f'_{name}')}[,;]", text8), name
-    assert "GROUP = 4;" in text8
-    assert "ROWS = CAST_BLOCK / (COLUMNS / SIZE) * GROUP," in text8
+    assert "ROWS_PER_THREAD = 4;" in text8
+    assert "ROWS = CAST_BLOCK / (COLUMNS / SIZE) * ROWS_PER_THREAD;" in text8
     assert block // (columns // fp8._SIZE) * 4 == fp8.ROWS
     assert decode_step._THREADS == decode_step._WARPS * decode_step._WARP
     adamw = (FOLDER / "adamw.cu").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import BF16, Array, Kernel, Template
 from kernels.cuda.runtime.vectors import VECTOR_BYTES
 
-MOST_ROWS = 4
+MAX_ROWS = 4
 # The kernel's constants of these names.
 _WARP, _WARPS, _TILE, _STEP, _SHARES, _THREADS = 32, 12, 8, 32, 4, 384
 _REGIONS = (
@@ -90,14 +90,14 @@ def decode_step(
 
 
 def fused_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int:
-    """Most rows that decode_step takes of such a model: MOST_ROWS or none, so that a row's bits do not depend on how many come.
+    """Most rows that decode_step takes of such a model: MAX_ROWS or none, so that a row's bits do not depend on how many come.
 
     None where the precision is another than bf16, a width is no multiple of 8, or a multiprocessor's shared memory does not hold
     its part of the largest product's weights beside the rows, or that part has more outputs than a block has threads for.
     """
     even = all(width % _TILE == 0 for width in (config.dim, config.ffn, config.head_dim))
-    fits = dtype == BF16 and even and _template(config, MOST_ROWS, device.sm_count, device.shared_bytes)
-    return MOST_ROWS if fits else 0
+    fits = dtype == BF16 and even and _template(config, MAX_ROWS, device.sm_count, device.shared_bytes)
+    return MAX_ROWS if fits else 0
 
 
 def _template(c: ModelConfig, rows: int, blocks: int, shared_bytes: int) -> tuple[Template, int] | None:
@@ -152,7 +152,7 @@ def _words(c: ModelConfig) -> int:
         + c.ffn // 2
         + c.heads * _SHARES * (2 + c.head_dim)
     )
-    return 2 + MOST_ROWS * (2 + row)
+    return 2 + MAX_ROWS * (2 + row)
 
 
 def _stride(c: ModelConfig, weights: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:

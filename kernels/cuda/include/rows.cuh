@@ -1,8 +1,9 @@
-// A row of activations in the registers of the threads that own it, for operations that pass over a row more than once.
+// Rows of activations in registers, for operations that pass over a row more than once.
 //
-// blockDim.x threads own a row: one warp (then a block may own several rows, one to each threadIdx.y) or a whole block
-// (blockDim.y is 1). A thread holds VECTORS vectors of SIZE elements, each blockDim.x vectors from the one before, so that a warp
-// reads without gaps. What lies beyond the row is held as zero.
+// blockDim.x threads own a row. They are one warp (a block may then own several rows, one per threadIdx.y),
+// or a whole block (blockDim.y is 1). A thread holds VECTORS vectors of SIZE elements; consecutive vectors
+// are blockDim.x vectors apart, so accesses are coalesced. Elements past the end of the row are held as
+// zero.
 #pragma once
 
 #include "copies.cuh"
@@ -17,46 +18,47 @@ int row_column(int v) {
 // A thread's v-th vector of a row.
 template <int SIZE, typename T>
 Packed<T, SIZE> load_vector(const T* row, int v, int dim) {
-    Packed<T, SIZE> found;
-    found.clear();
-    if (row_column<SIZE>(v) < dim) found.load(row + row_column<SIZE>(v));
-    return found;
+    Packed<T, SIZE> vec;
+    vec.clear();
+    if (row_column<SIZE>(v) < dim) vec.load(row + row_column<SIZE>(v));
+    return vec;
 }
 
 template <typename T, int SIZE, int VECTORS>
 struct Row {
-    Packed<T, SIZE> part[VECTORS];
+    Packed<T, SIZE> vec[VECTORS];
 
-    float operator()(int v, int j) const { return part[v](j); }
+    float operator()(int v, int j) const { return vec[v](j); }
 
-    // Set each element (v, j) to of(v, j), rounded to T.
+    // Set each element (v, j) to value(v, j), rounded to T.
     template <typename F>
-    void set(F of) {
+    void set(F value) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; v++) part[v].set([&](int j) { return of(v, j); });
+        for (int v = 0; v < VECTORS; v++) vec[v].set([&](int j) { return value(v, j); });
     }
 
     void load(const T* row, int dim) {
 #pragma unroll
-        for (int v = 0; v < VECTORS; v++) part[v] = load_vector<SIZE>(row, v, dim);
+        for (int v = 0; v < VECTORS; v++) vec[v] = load_vector<SIZE>(row, v, dim);
     }
 
     void store(T* row, int dim) const {
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
-            if (row_column<SIZE>(v) < dim) part[v].store(row + row_column<SIZE>(v));
+            if (row_column<SIZE>(v) < dim) vec[v].store(row + row_column<SIZE>(v));
     }
 };
 
-// Loads stay on their side of it: what is read again is loaded again, and a vector not before the one before is done with, as there
-// are no registers to hold them. The assembler, which knows nothing of it, keeps to it where it is STRICT, a barrier of the warp.
-template <bool STRICT = false>
+// Compiler barrier for loads. It stops the compiler from hoisting the loads below it and from reusing the
+// values loaded above it; either would need more registers than a thread has. ptxas ignores this barrier.
+// With SYNC_WARP the barrier is a __syncwarp, which ptxas respects too.
+template <bool SYNC_WARP = false>
 void separate_loads() {
-    if constexpr (STRICT) __syncwarp();
+    if constexpr (SYNC_WARP) __syncwarp();
     else asm volatile("" ::: "memory");
 }
 
-// Start to copy a thread's vectors of a row to the same places of a row in shared memory.
+// Issue copies of a thread's vectors of a row to the same columns of a row in shared memory.
 template <int SIZE, int VECTORS, typename T>
 void copy_row(T* to, const T* row, int dim) {
     constexpr int BYTES = SIZE * sizeof(T);
@@ -75,26 +77,30 @@ void copy_row(T* to, const T* row, int dim) {
     }
 }
 
-// The rows of the stream and of ARRAYS arrays of T that a warp or block works on one after the other, gridDim.x * blockDim.y
-// apart, on their way to shared memory while an earlier one is worked on: to ask for a row only when the one before is done would
-// leave the memory idle meanwhile. A thread copies and reads its own vectors alone, so that no barrier is needed.
+// A software pipeline over rows: rows of the residual stream (fp32) and of ARRAYS arrays of T. A warp or
+// block processes every (gridDim.x * blockDim.y)-th row. With two stages cp.async prefetches the
+// next row to shared memory while the current row is processed. A thread copies and reads only its own
+// vectors, so no block barrier is needed.
 template <typename T, int SIZE, int VECTORS, int ARRAYS>
 struct RowQueue {
-    const float* stream_from;
-    const T* from[ARRAYS];  // null for an array that there is not
-    float* stream_held;     // (stages, dim), this threadIdx.y's
-    T* held;                // (stages, ARRAYS, dim)
+    const float* stream_source;  // (rows, dim), global memory
+    const T* sources[ARRAYS];    // (rows, dim) each, or null for an absent array
+    float* stream_stages;        // (stages, dim), shared memory of this threadIdx.y
+    T* array_stages;             // (stages, ARRAYS, dim)
     int row, rows, dim, stages, stage;
 
-    // `shared`: (blockDim.y, stages, dim) floats, then (blockDim.y, stages, ARRAYS, dim) elements of T. stages: 1 or 2, the rows that
-    // are there or on their way.
-    RowQueue(float4* shared, const float* stream, const T* const (&arrays)[ARRAYS], int rows, int dim, int stages)
-        : stream_from(stream), row(blockIdx.x * blockDim.y + threadIdx.y), rows(rows), dim(dim), stages(stages), stage(0) {
+    // `shared`: (blockDim.y, stages, dim) floats, then (blockDim.y, stages, ARRAYS, dim) elements of T.
+    // `stages`: 1 or 2 rows that are loaded or in flight.
+    RowQueue(float4* shared, const float* stream, const T* const (&arrays)[ARRAYS], int rows, int dim,
+             int stages)
+        : stream_source(stream), row(blockIdx.x * blockDim.y + threadIdx.y), rows(rows), dim(dim),
+          stages(stages), stage(0) {
         float* const floats = reinterpret_cast<float*>(shared);
-        stream_held = floats + threadIdx.y * stages * dim;
-        held = reinterpret_cast<T*>(floats + blockDim.y * stages * dim) + threadIdx.y * stages * ARRAYS * dim;
+        stream_stages = floats + threadIdx.y * stages * dim;
+        T* const array_base = reinterpret_cast<T*>(floats + blockDim.y * stages * dim);
+        array_stages = array_base + threadIdx.y * stages * ARRAYS * dim;
 #pragma unroll
-        for (int a = 0; a < ARRAYS; a++) from[a] = arrays[a];
+        for (int a = 0; a < ARRAYS; a++) sources[a] = arrays[a];
         fetch(row);
         if (stages == 1) return;
         stage = 1;
@@ -104,30 +110,38 @@ struct RowQueue {
 
     static int step() { return gridDim.x * blockDim.y; }
 
-    void fetch(int next) {
-        if (next < rows) {
-            const long long start = (long long)next * dim;
-            copy_row<SIZE, VECTORS>(stream_held + stage * dim, stream_from + start, dim);
+    // Array a's row in the current stage.
+    T* array_stage(int a) const { return array_stages + (stage * ARRAYS + a) * dim; }
+
+    // Issue the copies of a row to the current stage.
+    void fetch(int next_row) {
+        if (next_row < rows) {
+            const long long start = (long long)next_row * dim;
+            copy_row<SIZE, VECTORS>(stream_stages + stage * dim, stream_source + start, dim);
 #pragma unroll
             for (int a = 0; a < ARRAYS; a++)
-                if (from[a]) copy_row<SIZE, VECTORS>(held + (stage * ARRAYS + a) * dim, from[a] + start, dim);
+                if (sources[a]) copy_row<SIZE, VECTORS>(array_stage(a), sources[a] + start, dim);
         }
-        cp_async_commit();  // also where there is nothing to copy: the waits count groups
+        cp_async_commit();  // even if empty: wait() counts groups
     }
 
-    // Until `row` is there.
+    // Wait until the current row is in shared memory.
     void wait() const {
         if (stages == 1) cp_async_wait<0>();
         else cp_async_wait<1>();
     }
 
-    // The thread's v-th vector of the stream's `row`, and of array a's; zeros where there is no such array.
-    Packed<float, SIZE> stream(int v) const { return load_vector<SIZE>(stream_held + stage * dim, v, dim); }
-    Packed<T, SIZE> get(int a, int v) const {
-        return load_vector<SIZE>(held + (stage * ARRAYS + a) * dim, v, from[a] ? dim : 0);
+    // The thread's v-th vector of the current row of the residual stream.
+    Packed<float, SIZE> stream(int v) const {
+        return load_vector<SIZE>(stream_stages + stage * dim, v, dim);
     }
 
-    // On to the next row; what this one lay in is overwritten.
+    // The thread's v-th vector of the current row of array a; zeros if the array is absent.
+    Packed<T, SIZE> get(int a, int v) const {
+        return load_vector<SIZE>(array_stage(a), v, sources[a] ? dim : 0);
+    }
+
+    // Advance to the next row. The stage of the current row is overwritten.
     void next() {
         fetch(row + stages * step());
         row += step();
@@ -135,31 +149,33 @@ struct RowQueue {
     }
 };
 
-// The stream's row of a queue with array 0's and `bias` added, which is then stored as the stream's next; as it is where there is
-// no array 0. bias (dim,), from the first-level cache, or null.
+// The residual addition: stream + (branch + bias) of the queue's current row, where array 0 is the branch.
+// The sum is stored to residual_out and returned. Without a branch, the stream's row is returned and
+// nothing is stored. bias (dim,) or null; it is read through L1.
 template <typename T, int SIZE, int VECTORS>
-Row<float, SIZE, VECTORS> next_stream(const RowQueue<T, SIZE, VECTORS, 1>& queue, float* residual_out, const float* bias) {
+Row<float, SIZE, VECTORS> next_stream(const RowQueue<T, SIZE, VECTORS, 1>& queue, float* residual_out,
+                                      const float* bias) {
     Row<float, SIZE, VECTORS> x;
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) x.part[v] = queue.stream(v);
-    if (!queue.from[0]) return x;
+    for (int v = 0; v < VECTORS; v++) x.vec[v] = queue.stream(v);
+    if (!queue.sources[0]) return x;
 #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
         separate_loads();
-        const auto step = queue.get(0, v);
-        const auto shift = load_vector<SIZE>(bias, v, bias ? queue.dim : 0);
-        x.part[v].set([&](int j) { return x(v, j) + (step(j) + shift(j)); });
+        const auto branch = queue.get(0, v);
+        const auto bias_vec = load_vector<SIZE>(bias, v, bias ? queue.dim : 0);
+        x.vec[v].set([&](int j) { return x(v, j) + (branch(j) + bias_vec(j)); });
     }
     x.store(residual_out + (long long)queue.row * queue.dim, queue.dim);
     return x;
 }
 
-// Sum over the row of a value per thread. All threads that own the row call it and get the result.
+// Sum over the row of one value per thread. All threads that own the row call it and get the result.
 inline float row_sum(float value) {
     return blockDim.x == WARP ? warp_reduce(value, Sum()) : block_reduce(value, Sum(), 0.0f);
 }
 
-// Two such sums; a warp's take their steps together, so that one's latency covers the other's.
+// Two such sums. In a warp their shuffles are interleaved, so each hides the other's latency.
 inline float2 row_sums(float a, float b) {
     if (blockDim.x != WARP) {
         a = block_reduce(a, Sum(), 0.0f);
@@ -167,30 +183,33 @@ inline float2 row_sums(float a, float b) {
     }
 #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) {
-        const float other_a = __shfl_xor_sync(ALL_LANES, a, offset), other_b = __shfl_xor_sync(ALL_LANES, b, offset);
+        const float other_a = __shfl_xor_sync(ALL_LANES, a, offset);
+        const float other_b = __shfl_xor_sync(ALL_LANES, b, offset);
         a += other_a, b += other_b;
     }
     return make_float2(a, b);
 }
 
-// A thread's sums for its columns over the rows that it saw, (VECTORS, SIZE), to the block's row of an array of `partial`, each of
-// which is (gridDim.x, dim). Where warps own rows, `warp_partials`, shared memory of (blockDim.y, dim) floats, holds what is added up in
-// their order; it may be a RowQueue's that has come to its end.
+// Store the block's column sums to its row of partial[array], (gridDim.x, dim). `sums` (VECTORS, SIZE) are
+// the thread's sums over the rows that it processed. If warps own rows, `warp_partials` is shared memory of
+// (blockDim.y, dim) floats, and the warps' sums are added in warp order. It may alias a RowQueue that is
+// finished.
 template <int SIZE, int VECTORS>
-void store_column_sums(float* partial, int array, float* warp_partials, const float (&sums)[VECTORS][SIZE], int dim) {
-    float* const row = partial + (long long)(array * gridDim.x + blockIdx.x) * dim;
-    float* const mine = blockDim.y == 1 ? row : warp_partials + threadIdx.y * dim;
-    __syncthreads();  // separates these writes from the reads of an earlier call and of a queue
+void store_column_sums(float* partial, int array, float* warp_partials, const float (&sums)[VECTORS][SIZE],
+                       int dim) {
+    float* const block_row = partial + (long long)(array * gridDim.x + blockIdx.x) * dim;
+    float* const target = blockDim.y == 1 ? block_row : warp_partials + threadIdx.y * dim;
+    __syncthreads();  // WAR: separates the writes below from the reads of an earlier call and of a queue
 #pragma unroll
     for (int v = 0; v < VECTORS; v++)
 #pragma unroll
         for (int j = 0; j < SIZE; j++)
-            if (row_column<SIZE>(v) < dim) mine[row_column<SIZE>(v) + j] = sums[v][j];
+            if (row_column<SIZE>(v) < dim) target[row_column<SIZE>(v) + j] = sums[v][j];
     if (blockDim.y == 1) return;
-    __syncthreads();  // the warps' sums, written above, are read below by all
+    __syncthreads();  // RAW: every thread reads the per-warp sums written above
     for (int i = threadIdx.y * WARP + threadIdx.x; i < dim; i += blockDim.y * WARP) {
         float sum = 0.0f;
         for (int warp = 0; warp < blockDim.y; warp++) sum += warp_partials[warp * dim + i];
-        row[i] = sum;
+        block_row[i] = sum;
     }
 }

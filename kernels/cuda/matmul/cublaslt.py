@@ -40,9 +40,7 @@ from kernels.user_cache import user_cache
 Scales = tuple[Any, Any]
 CHOICES = "cublaslt.json"
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
-INSTALL = (
-    "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to custom (and precision fp8 to bf16)"
-)
+INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to custom (and precision fp8 to bf16)"
 
 # cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
 _TYPES, _NAMES = {FLOAT: 0, BF16: 14, E4M3: 28}, {FLOAT: "fp32", BF16: "bf16", E4M3: "e4m3"}

@@ -6,14 +6,14 @@ from kernels.fp8 import MULTIPLE
 
 _SCALE = Kernel("matmul/fp8.cu", "fp8_scale", ((),))
 _RESCALE = Kernel("matmul/fp8.cu", "fp8_rescale", ((),))
-_NUMBERS, _GELU, _GELU_BACKWARD = range(3)
-_CAST = Kernel("matmul/fp8.cu", "fp8_cast", ((_NUMBERS,), (_GELU,), (_GELU_BACKWARD,)))
+_IDENTITY, _GELU, _GELU_BACKWARD = range(3)
+_CAST = Kernel("matmul/fp8.cu", "fp8_cast", ((_IDENTITY,), (_GELU,), (_GELU_BACKWARD,)))
 _CONSTANTS = constants("matmul/fp8.cu")
-_SCALE_BLOCK, _CAST_BLOCK, _SIZE, _UNDER_WAY, _COLUMNS, ROWS = (
-    _CONSTANTS[name] for name in ("SCALE_BLOCK", "CAST_BLOCK", "SIZE", "UNDER_WAY", "COLUMNS", "ROWS")
+_SCALE_BLOCK, _CAST_BLOCK, _SIZE, _LOADS_IN_FLIGHT, _COLUMNS, ROWS = (
+    _CONSTANTS[name] for name in ("SCALE_BLOCK", "CAST_BLOCK", "SIZE", "LOADS_IN_FLIGHT", "COLUMNS", "ROWS")
 )
 _RESCALE_BLOCK = 128
-_BLOCKS_A_PROCESSOR = 4  # of _SCALE: as many threads as a Hopper GPU's holds
+_BLOCKS_PER_SM = 4  # of _SCALE: as many threads as a Hopper GPU's holds
 
 
 def fp8(
@@ -32,7 +32,7 @@ def fp8(
     """
     if measure:
         vectors = inp.size // _SIZE
-        blocks = min(-(-vectors // (_SCALE_BLOCK * _UNDER_WAY)), _BLOCKS_A_PROCESSOR * device.sm_count)
+        blocks = min(-(-vectors // (_SCALE_BLOCK * _LOADS_IN_FLIGHT)), _BLOCKS_PER_SM * device.sm_count)
         device.launch(
             _SCALE,
             (),
@@ -40,10 +40,10 @@ def fp8(
             _SCALE_BLOCK,
             scale=scale,
             inp=inp,
-            finished=device.block_counters[:2],
+            grid_state=device.block_counters[:2],
             vectors=vectors,
         )
-    _cast(device, _NUMBERS, out, transposed, scale, amax, inp)
+    _cast(device, _IDENTITY, out, transposed, scale, amax, inp)
 
 
 def fp8_gelu_forward(

@@ -4,11 +4,11 @@ from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import Array, Kernel, constants
 from kernels.cuda.runtime.vectors import VECTOR_TEMPLATES, vector_size
 
-MOST_ROWS = 4
+MAX_ROWS = 4
 _LINEAR = Kernel(
     "matmul/linear_rows.cu",
     "linear_rows",
-    tuple((*t, rows) for t in VECTOR_TEMPLATES for rows in range(1, MOST_ROWS + 1)),
+    tuple((*t, rows) for t in VECTOR_TEMPLATES for rows in range(1, MAX_ROWS + 1)),
     dependent_launch=True,
 )
 _CONSTANTS = constants("matmul/linear_rows.cu")

@@ -29,7 +29,7 @@ _MMA_CONSTANTS, _TILED_CONSTANTS = constants("matmul/matmul_mma.cu"), constants(
 _TILE = _MMA_CONSTANTS["TILE"]
 assert _TILED_CONSTANTS["TILE"] == _TILE
 # Tiles of both operands, in stages.
-_MMA_SHARED_BYTES = 2 * _MMA_CONSTANTS["STAGES"] * _TILE * _MMA_CONSTANTS["DEPTH"] * BF16.itemsize
+_MMA_SHARED_BYTES = 2 * _MMA_CONSTANTS["STAGES"] * _TILE * _MMA_CONSTANTS["TILE_K"] * BF16.itemsize
 _WIDE_BYTES = 16
 
 
@@ -40,7 +40,7 @@ def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = 
     """
     if isinstance(weight, Fp8Weight):
         fp8_forward(device, out, inp, weight, bias)
-    elif len(inp) <= linear_rows.MOST_ROWS:  # decoding; with either backend
+    elif len(inp) <= linear_rows.MAX_ROWS:  # decoding; with either backend
         linear_rows.linear_rows(device, out, inp, weight, bias)
     elif device.matmul == "cublaslt" and (bias is None or vector_size(out.shape[1], out, bias) > 1):
         epilogue = "" if bias is None else "bias"

@@ -17,19 +17,25 @@ from kernels.cuda.runtime.vectors import vector_size
 from kernels.cuda.sum_rows import add_rows
 
 _SIZE = 8  # cuBLASLt's GELU epilogues need rows that are a multiple of 8 elements
-_WIDTHS = (192, 128)  # of a tile: 192 loads fewer bytes per multiply-add, 128 divides every other width
-_INSTANCES = tuple((backward, width) for backward in (False, True) for width in _WIDTHS)
+_TILE_N = (192, 128)  # of a tile: 192 loads fewer bytes per multiply-add, 128 divides every other width
+_INSTANCES = tuple((backward, tile_n) for backward in (False, True) for tile_n in _TILE_N)
 _HOPPER = Kernel("matmul/matmul_gelu_hopper.cu", "matmul_gelu", _INSTANCES, hopper=True)
-_CONSTANTS = constants("matmul/matmul_gelu_hopper.cu")
-_ROWS, _BOX, _CLUSTER = (_CONSTANTS[name] for name in ("ROWS", "BOX", "CLUSTER"))
+_CONSTANTS = constants("matmul/matmul_gelu_hopper.cu", TILE_N=_TILE_N[0])
+_TILE_M, _BOX, _CLUSTER = (_CONSTANTS[name] for name in ("TILE_M", "BOX", "CLUSTER"))
 _BLOCK = 3 * _CONSTANTS["WARPGROUP"]
 _WARPS = _CONSTANTS["WARPGROUP"] // _CONSTANTS["WARP"]
-_SHARED_BYTES = 28 * _CONSTANTS["BOX_BYTES"] + 192  # 28 boxes in stages and epilogue buffers; mbarriers
+_MBARRIER_BYTES = 192  # more than enough
+# The same for both widths: a narrower tile has more stages.
+_SHARED_BYTES = (
+    _CONSTANTS["STAGES"] * _CONSTANTS["STAGE_BYTES"]
+    + _CONSTANTS["CONSUMERS"] * _CONSTANTS["EPILOGUE_BUFFERS"] * _CONSTANTS["BOX_BYTES"]
+    + _MBARRIER_BYTES
+)
 
 
 def matmul_gelu_forward(device: Device, act: Any, up: Any, inp: Any, weight: Any, bias: Any = None) -> None:
     """See kernels/cpu/matmul_gelu.py. In bf16 both results come from the fp32 accumulator: act is not GELU of a rounded up."""
-    few = len(inp) <= linear_rows.MOST_ROWS
+    few = len(inp) <= linear_rows.MAX_ROWS
     if not few and _takes_hopper(device, up, inp):
         _launch_hopper(device, up, act, inp, weight, bias=bias)
     elif not few and _gelu_in_epilogue(device, act, up, bias):
@@ -83,20 +89,20 @@ def _launch_hopper(
 ) -> None:
     """Forward: up and out = act, from inp. Backward, if there is `partial`: out = dup and sums of it, from inp = dout."""
     (m, n), k, backward = up.shape, inp.shape[1], partial is not None
-    width = next((width for width in _WIDTHS if n % width == 0), _WIDTHS[-1])
+    tile_n = next((tile_n for tile_n in _TILE_N if n % tile_n == 0), _TILE_N[-1])
     # Persistent clusters of two blocks, no more than there are pairs of tiles.
-    pairs = -(-m // _ROWS) * -(-n // (_CLUSTER * width))
+    pairs = -(-m // _TILE_M) * -(-n // (_CLUSTER * tile_n))
     arrays = {"up_map": up, "out_map": out, "a_map": inp, "b_map": weight}
     maps = {name: device.heads_map(array.reshape(1, len(array), 1, -1)) for name, array in arrays.items()}
     device.launch(
-        _HOPPER, (backward, width), _CLUSTER * min(pairs, device.sm_count // _CLUSTER), _BLOCK,
+        _HOPPER, (backward, tile_n), _CLUSTER * min(pairs, device.sm_count // _CLUSTER), _BLOCK,
         shared_bytes=_SHARED_BYTES, bias=bias, partial=partial, m=m, n=n, k=k, **maps,
     )  # fmt: skip
 
 
 def _scratch(rows: int, columns: int) -> Request:
     """A row of partial sums per warp, for the bias's gradient."""
-    return (1, _WARPS * -(-rows // _ROWS), columns), FLOAT
+    return (1, _WARPS * -(-rows // _TILE_M), columns), FLOAT
 
 
 def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
