@@ -4,15 +4,18 @@ A launch names every argument. The order, and the width of each scalar, are read
 disagree with its kernel; an array of another type than the parameter's is refused.
 """
 
+import ast
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kernels.cuda.runtime.compile import FOLDER
+from kernels.cuda.runtime.compile import FOLDER, INCLUDE
 
 Array = np.ndarray[Any, Any]
 Template = tuple[np.dtype[Any] | int | bool, ...]
@@ -32,6 +35,12 @@ _POINTERS = {  # Word: of decode/inter_block.cuh
 _SCALARS: dict[str, Any] = {
     "int": np.int32, "long long": np.int64, "unsigned": np.uint32, "float": np.float32, "double": np.float64, "bool": np.bool_,
 }  # fmt: skip
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,46 @@ def _signature(source: str, name: str) -> tuple[tuple[str, ...], tuple[Parameter
         pointer = "*" in words
         parameters.append(Parameter(words[-1], " ".join(word for word in words[:-1] if word != "*"), pointer))
     return template, tuple(parameters)
+
+
+@cache
+def constants(source: str) -> dict[str, int]:
+    """Every `constexpr int NAME = expression` at file scope of a .cu or .cuh file and of the headers it includes.
+
+    An expression consists of literals, earlier names, + - * / and parentheses. A constant of any other form is left out.
+    """
+    found: dict[str, int] = {}
+    for declaration in re.findall(r"^constexpr int ([^;{]+);", _with_headers(FOLDER / source, []), re.MULTILINE):
+        for part in declaration.split(","):
+            name, _, expression = part.partition("=")
+            try:
+                found[name.strip()] = _evaluate(ast.parse(expression.strip(), mode="eval").body, found)
+            except (SyntaxError, LookupError):
+                continue
+    return found
+
+
+def _with_headers(path: Path, seen: list[Path]) -> str:
+    """The text of a file without comments; the first `#include "name"` of each header is replaced by the header's text."""
+    seen.append(path)
+
+    def header(match: re.Match[str]) -> str:
+        found = next(folder / match[1] for folder in (path.parent, INCLUDE) if (folder / match[1]).is_file())
+        return "" if found in seen else _with_headers(found, seen)
+
+    text = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
+    return re.sub(r'^#include "([^"]+)"', header, text, flags=re.MULTILINE)
+
+
+def _evaluate(node: ast.expr, names: Mapping[str, int]) -> int:
+    """The value of an expression; LookupError if it is not one that `constants` understands."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.Name):
+        return names[node.id]
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_evaluate(node.left, names), _evaluate(node.right, names))
+    raise LookupError(ast.dump(node))
 
 
 def arguments(kernel: Kernel, template: Template, given: Mapping[str, Any]) -> tuple[Any, ...]:
