@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decode_model.cuh"
+#include "vectors.cuh"
 
 constexpr int FP32_VEC = 4;  // consecutive elements of the stream in one thread: 16 bytes of norm weights
 
@@ -64,8 +65,8 @@ struct RowNorm {
                 if (threadIdx.x % WARP == 0) warp_partials[r][warp] = make_float2(mean, squares);
             }
         }
-        // Separates the writes of warp_partials from the reads below. The matmul's barriers separate these reads
-        // from the next call's writes.
+        // Separates the writes of warp_partials from the reads below. The matmul's barriers separate these
+        // reads from the next call's writes.
         __syncthreads();
         if (warp < ACTIVE_WARPS) {
 #pragma unroll

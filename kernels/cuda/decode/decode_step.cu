@@ -1,125 +1,52 @@
-// One decode step of the whole model in one launch, bf16: all layers and the first prediction head, for a few
-// new tokens.
+// One decode step in one launch, bf16: a few new tokens through all layers and the first prediction head.
 //
 //     x = token_weight[token] (+ position_weight[position])
 //     x += attention(norm1(x)),  x += mlp(norm2(x))       in each layer; linear layers with or without a bias
 //     norm = norm(x),  logits = norm @ head_weight^T
 //
-// LayerNorm if norms have a bias, else RMSNorm; RoPE if there is a table; SwiGLU or GELU. Appends to the KV
-// cache.
+// LayerNorm if norms have a bias, else RMSNorm. RoPE if there is a table. New keys and values are appended.
 //
-// Layout: ROWS = B * count rows, `count` new tokens of each of B sequences. tokens, start (ROWS,) int32;
-//         length () int32: cached tokens; start = -length. A token's position is its index among the new ones
-//         minus start. Weights (outputs, inputs) and biases bf16; token_weight (vocab, C), position_weight
-//         (context, C), table (context, 2, D / 2) and norms (C,) fp32; keys, values (layers, B, context, KV,
-//         D), norm (ROWS, C) and logits (ROWS, vocab) bf16. words (inter_block.cuh): 1 + 2 ROWS inputs;
-//         stream (ROWS, C) fp32; qkv and act, two bf16 a word; split_stats and split_out of
-//         decode_split_kv.cuh.
-// Grid: one block a multiprocessor, all resident. Per layer: norm1, qkv | attention | proj | norm2, up |
-//       down. Then norm, head. At each | a block polls for the other blocks' results.
-//       docs/kernels/one_launch_token.md has a drawing.
-// Block: matmul outputs are partitioned across blocks (decode_model.cuh). Each block recomputes all input
-//        rows.
-// Thread: an element of the stream stays in a register of its owner, which adds both the proj and the down
-//         output to it.
-// Precision: bf16 MMAs with fp32 sums. The stream is fp32. Norms, attended, qkv, act and the results are
-//            rounded to bf16.
+// Layout: ROWS = B * count rows: `count` new tokens of each of B sequences. tokens, start (ROWS,) int32;
+//         length () int32: cached tokens. start is -length: a new token's position is its index minus start.
+//         token_weight (vocab, C), position_weight (context, C), table (context, 2, D / 2) and norms (C,) fp32.
+//         Weights (outputs, inputs), biases, keys and values (layers, B, context, KV, D), norm (ROWS, C) and
+//         logits (ROWS, vocab) bf16. words: the exchange between blocks, see struct Exchange.
+// Grid: one block a multiprocessor, all resident. At each | a block polls for the other blocks' results:
+//       norm1, qkv | attention | proj | norm2, up | down, in each layer; then | norm, head.
+// Block: outputs are partitioned across blocks (decode_model.cuh). Each block recomputes all input rows.
+// Thread: the owner of a stream element keeps it in a register, and adds the proj and down outputs to it.
+// Precision: bf16 MMAs, fp32 sums, fp32 stream. Norms, attended, qkv, act and results are rounded to bf16.
 // Determinism: sums have a fixed order, which depends on model, GPU and position, not on ROWS. Multiply-adds
-//              are written out, as the compiler would contract them differently for other ROWS.
+//              are written out: the compiler would contract them differently for other ROWS.
+// Design: docs/kernels/one_launch_token.md
 
 #include "activation.cuh"
+#include "decode_matmul.cuh"
 #include "decode_rows.cuh"
 #include "decode_split_kv.cuh"
 #include "dependent_launch.cuh"
-
-// The tensors of layer 0. Those of layer i lie i * stride elements further, both the bf16 and the fp32 ones.
-struct Layers {
-    const float *norm1_weight, *norm1_bias, *norm2_weight, *norm2_bias;
-    const bf16 *weight[MATMULS], *bias[MATMULS];
-    long long stride;
-    int layers;
-};
-
-// The matmuls of a launch, numbered n = layer * MATMULS + kind.
-//
-// Tags: results of matmul n are published with tag 1 + n. So its inputs, from the matmul before, carry tag n:
-//
-//     phase       polls for                          publishes                    n = 4 layer +
-//     qkv         stream (embedding in layer 0)      qkv                          0
-//     attention   qkv                                splits, with proj's tag      1
-//     proj        splits, with its own tag           stream                       1
-//     up          stream                             act                          2
-//     down        act                                stream                       3
-template <typename M, int ROWS, int REGIONS>
-struct Matmuls {
-    const Layers& model;
-    // Shared memory:
-    unsigned char* const weights;
-    bf16* const smem_x;
-    float* const partial_sums;
-    const Barriers weights_arrived;  // one mbarrier a region
-    const unsigned long long policy;
-
-    template <int KIND>
-    void prefetch(int n) const {
-        const bf16* const weight = model.weight[KIND] + n / MATMULS * model.stride;
-        unsigned char* const region = weights + SmemLayout<M, ROWS, REGIONS>::region_offset(KIND);
-        if (n < model.layers * MATMULS)
-            prefetch_weights<Matmul<M, KIND>>(region, weight, weights_arrived[n % REGIONS], policy);
-        else
-            cp_async_commit();  // an empty group, so cp_async_wait counts the same throughout
-    }
-    // Matmul n. load_x() writes the input rows to smem_x. finish(out, a, b) receives the thread's pair of
-    // outputs; it is called by whole warps, threads without a pair included.
-    template <int KIND, typename LoadX, typename Finish>
-    void run(int n, LoadX load_x, Finish finish) const {
-        using P = Matmul<M, KIND>;
-        const OutputPair<P, ROWS> out;
-        const bool has_bias = model.bias[KIND] != nullptr;
-        bf16 bias[2];
-        if (has_bias && out.valid) {  // in flight while the block polls
-            const bf16* const first = model.bias[KIND] + n / MATMULS * model.stride + out.first;
-            bias[0] = first[0], bias[1] = first[P::PAIR_STRIDE];
-        }
-        // A block without tiles must not poll for inputs. No block waits for it, so its inputs may already be
-        // overwritten.
-        if (P::tiles() > 0) load_x();
-        wait_weights<REGIONS - 1>(weights_arrived[n % REGIONS], n / REGIONS % 2);
-        __syncthreads();  // separates the writes of smem_x, and the weights' arrival, from the matmul's reads
-        multiply<P, ROWS>(partial_sums, weights + SmemLayout<M, ROWS, REGIONS>::region_offset(KIND), smem_x);
-        // Separates the writes of partial_sums from their reads below, and the reads of smem_x and of the
-        // weights from the next writes there.
-        __syncthreads();
-        if (threadIdx.x / WARP * WARP < P::MAX_TILES_PER_BLOCK * ROWS * PAIRS) {  // warp-uniform
-            float a, b;
-            out.reduce(a, b, partial_sums);
-            if (has_bias) a += to_float(bias[0]), b += to_float(bias[1]);
-            finish(out, a, b);
-        }
-        prefetch<(KIND + REGIONS) % MATMULS>(n + REGIONS);
-    }
-};
-
-// Publish a pair of outputs as bf16, two neighbouring elements a word. With stride > 1 the neighbours of a
-// pair's outputs belong to the next pair, so lanes of neighbouring pairs exchange: the even one gets both a,
-// the odd one both b.
-template <typename Pair>
-void publish_packed(Word* row, const Pair& out, int stride, float a, float b, unsigned tag) {
-    if (stride == 1) {
-        if (out.valid) publish(row + out.first / 2, pack(a, b), tag);
-        return;
-    }
-    const bool odd = out.pair % 2;
-    const float other = __shfl_xor_sync(ALL_LANES, odd ? a : b, 1);
-    const int column = odd ? out.first - 1 + stride : out.first;
-    if (out.valid) publish(row + column / 2, odd ? pack(other, b) : pack(a, other), tag);
-}
 
 // The inputs of a launch: the number of cached tokens, then each row's position, then each row's token. They
 // may lie in host memory, where a read takes 2 us, and longer the more blocks read. So block 0 reads them and
 // broadcasts them.
 template <int ROWS>
 constexpr int NUM_INPUTS = 1 + 2 * ROWS;
+
+// The exchange between blocks: where each array of words begins (inter_block.cuh).
+template <typename M, int ROWS>
+struct Exchange {
+    Word* inputs;       // (NUM_INPUTS,)
+    Word* stream;       // (ROWS, DIM) fp32
+    Word* qkv;          // (ROWS, QKV_WIDTH / 2), two bf16 a word
+    Word* act;          // (ROWS, FFN / 2), two bf16 a word
+    Word* split_stats;  // (ROWS, HEADS, KV_SPLITS, 2) and
+    Word* split_out;    // (ROWS, HEADS, KV_SPLITS, HEAD_DIM) fp32, of decode_split_kv.cuh
+
+    explicit Exchange(Word* words)
+        : inputs(words), stream(inputs + ceil_div(NUM_INPUTS<ROWS>, 2) * 2), qkv(stream + ROWS * M::DIM),
+          act(qkv + ROWS * M::QKV_WIDTH / 2), split_stats(act + ROWS * M::FFN / 2),
+          split_out(split_stats + 2 * ROWS * M::HEADS * KV_SPLITS) {}
+};
 
 // The input of this thread, if it is in block 0.
 template <int ROWS>
@@ -152,21 +79,40 @@ void load_attended(bf16* smem_x, const Attention<M, ROWS>& attention) {
     }
 }
 
+// smem_x = the rows of act, of width FFN.
+template <typename M, int ROWS>
+void load_act(bf16* smem_x, const Word* act, const LaunchTags& tags, int n) {
+    for (int i = threadIdx.x * BF16_VEC; i < ROWS * M::FFN; i += THREADS * BF16_VEC) {
+        unsigned x[BF16_VEC / 2];
+        while (!load_published(x, act + i / 2, tags.tag(n))) {}
+        bf16* const target = smem_x + i / M::FFN * ROW_STRIDE<M::FFN> + i % M::FFN;
+        *reinterpret_cast<uint4*>(target) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+}
+
+// Publish the activation of a pair of up's outputs.
+template <bool GATED, typename Pair>
+void publish_act(Word* row, const Pair& out, float a, float b, unsigned tag) {
+    if (!GATED) return publish_packed(row, out, 1, a * sigmoid_of_cubic(a), b * sigmoid_of_cubic(b), tag);
+    // A pair, gate and up, gives one element of act. A word holds those of an even pair and of the next pair.
+    const float x = a * sigmoid(a) * b, next = __shfl_xor_sync(ALL_LANES, x, 1);
+    if (out.valid && out.pair % 2 == 0) publish(row + out.first / 2, pack(x, next), tag);
+}
+
 // Grid: BLOCKS, all resident at once. Block: THREADS. BYTES: dynamic shared memory.
-template <int ROWS, int REGIONS, int BYTES, int BLOCKS, int DIM, int HEADS, int KV_HEADS, int HEAD_DIM, int FFN,
-          bool ROPE, bool GATED>
+template <int ROWS, int REGIONS, int BYTES, int BLOCKS, int DIM, int HEADS, int KV_HEADS, int HEAD_DIM,
+          int FFN, bool ROPE, bool GATED>
 __global__ void __launch_bounds__(THREADS, 1)
     decode_step(bf16* logits, bf16* norm, const int* tokens, const int* start, const int* length, bf16* keys,
                 bf16* values, Word* words, unsigned* tag_counter, const float* token_weight,
-                const float* position_weight, const float* table, const float* norm1_weight, const float* norm1_bias,
-                const float* norm2_weight, const float* norm2_bias, const float* norm_weight, const float* norm_bias,
-                const bf16* qkv_weight, const bf16* qkv_bias, const bf16* proj_weight, const bf16* proj_bias,
-                const bf16* up_weight, const bf16* up_bias, const bf16* down_weight, const bf16* down_bias,
-                const bf16* head_weight, long long layer_stride, int layers, int count, int context, int vocab,
-                float eps) {
+                const float* position_weight, const float* table, const float* norm1_weight,
+                const float* norm1_bias, const float* norm2_weight, const float* norm2_bias,
+                const float* norm_weight, const float* norm_bias, const bf16* qkv_weight,
+                const bf16* qkv_bias, const bf16* proj_weight, const bf16* proj_bias, const bf16* up_weight,
+                const bf16* up_bias, const bf16* down_weight, const bf16* down_bias, const bf16* head_weight,
+                long long layer_stride, int layers, int count, int context, int vocab, float eps) {
     using M = Model<BLOCKS, DIM, HEADS, KV_HEADS, HEAD_DIM, FFN, ROPE, GATED>;
     using Smem = SmemLayout<M, ROWS, REGIONS>;
-    constexpr int WIDTH = M::QKV_WIDTH;
     extern __shared__ __align__(16) unsigned char smem[];
     __shared__ RowNorm<M, ROWS> row_norm;
     __shared__ int inputs[NUM_INPUTS<ROWS>];
@@ -174,14 +120,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     unsigned char* const scratch = smem + Smem::WEIGHT_BYTES;  // the input rows, or attention's buffers
     static_assert(BYTES == Smem::WEIGHT_BYTES + Smem::PARTIAL_SUM_BYTES +
                                const_max(INPUT_ROW_BYTES<M, ROWS>, ATTENTION_BYTES<M, ROWS>));
-    const Layers model = {norm1_weight,
-                          norm1_bias,
-                          norm2_weight,
-                          norm2_bias,
-                          {qkv_weight, proj_weight, up_weight, down_weight},
-                          {qkv_bias, proj_bias, up_bias, down_bias},
-                          layer_stride,
-                          layers};
+    const Layers model = {{qkv_weight, proj_weight, up_weight, down_weight},
+                          {qkv_bias, proj_bias, up_bias, down_bias}, layer_stride, layers};
     bf16* const smem_x = reinterpret_cast<bf16*>(scratch);
     float* const partial_sums = reinterpret_cast<float*>(smem + BYTES - Smem::PARTIAL_SUM_BYTES);
     const Matmuls<M, ROWS, REGIONS> matmuls = {
@@ -190,19 +130,15 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) matmuls.weights_arrived.init(REGIONS, 1), fence_mbarrier_init();
 #endif
 
+    const Exchange<M, ROWS> exchange(words);
     const int input = read_inputs<ROWS>(tokens, start, length, count);
-    const LaunchTags tags(tag_counter);  // its __syncthreads also separates the mbarriers' initialisation from their use
+    // The __syncthreads in LaunchTags also separates the initialisation of the mbarriers from their use.
+    const LaunchTags tags(tag_counter);
     matmuls.template prefetch<QKV>(QKV);
     if (REGIONS > 1) matmuls.template prefetch<PROJ>(PROJ);
     if (REGIONS > 2) matmuls.template prefetch<UP>(UP), matmuls.template prefetch<DOWN>(DOWN);
-    broadcast_inputs<ROWS>(inputs, words, input, tags.tag(1));
+    broadcast_inputs<ROWS>(inputs, exchange.inputs, input, tags.tag(1));
     const int cached_len = inputs[0], *const positions = inputs + 1, *const ids = inputs + 1 + ROWS;
-
-    Word* const stream = words + ceil_div(NUM_INPUTS<ROWS>, 2) * 2;
-    Word* const qkv = stream + ROWS * DIM;
-    Word* const act = qkv + ROWS * WIDTH / 2;
-    Word* const split_stats = act + ROWS * FFN / 2;
-    Word* const split_out = split_stats + 2 * ROWS * HEADS * KV_SPLITS;
 
     const auto load_embedding = [&](float (&x)[FP32_VEC], int r, int i) {
         float position[FP32_VEC] = {};
@@ -213,7 +149,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     };
     const auto poll_stream = [&](unsigned tag) {
         return [=](float (&x)[FP32_VEC], int r, int i) {
-            while (!load_published(x, stream + r * DIM + i, tag)) {}
+            while (!load_published(x, exchange.stream + r * DIM + i, tag)) {}
         };
     };
     const auto no_store = [](int, int, uint2) {};
@@ -232,7 +168,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
     const auto add_to_stream = [&](const auto& out, float a, float b, unsigned tag) {
         own[0] += a, own[1] += b;
-        if (out.valid) publish_two(stream + out.row * DIM + out.first, own[0], own[1], tag);
+        if (out.valid) publish_two(exchange.stream + out.row * DIM + out.first, own[0], own[1], tag);
     };
 
 #pragma unroll 1
@@ -250,13 +186,13 @@ __global__ void __launch_bounds__(THREADS, 1)
             [&](const auto& out, float a, float b) {
                 const float rotated = fmaf(a, cosine, -__fmul_rn(b, sine));
                 b = fmaf(a, sine, __fmul_rn(b, cosine));
-                const int stride = Matmul<M, QKV>::PAIR_STRIDE;
-                publish_packed(qkv + out.row * WIDTH / 2, out, stride, rotated, b, tags.tag(1 + n + QKV));
+                Word* const row = exchange.qkv + out.row * M::QKV_WIDTH / 2;
+                publish_packed(row, out, Matmul<M, QKV>::PAIR_STRIDE, rotated, b, tags.tag(1 + n + QKV));
             });
         const long long cache_offset = (long long)i * (ROWS / count) * context * KV_HEADS * HEAD_DIM;
         const Attention<M, ROWS> attention = {
-            qkv, keys + cache_offset, values + cache_offset, split_stats, split_out, tags.tag(n + PROJ),
-            tags.tag(1 + n + PROJ), cached_len, count, context};
+            exchange.qkv, keys + cache_offset, values + cache_offset, exchange.split_stats,
+            exchange.split_out, tags.tag(n + PROJ), tags.tag(1 + n + PROJ), cached_len, count, context};
         split_kv_attention(attention, scratch);
         matmuls.template run<PROJ>(
             n + PROJ, [&] { load_attended(smem_x, attention); },
@@ -268,25 +204,10 @@ __global__ void __launch_bounds__(THREADS, 1)
                 row_norm.normalize(smem_x, weight, bias, eps, poll_stream(tags.tag(n + UP)), no_store);
             },
             [&](const auto& out, float a, float b) {
-                Word* const row = act + out.row * FFN / 2;
-                const unsigned tag = tags.tag(1 + n + UP);
-                if (!GATED) {
-                    return publish_packed(row, out, 1, a * sigmoid_of_cubic(a), b * sigmoid_of_cubic(b), tag);
-                }
-                // Each pair gives one element of act. A word holds those of an even pair and the next one.
-                const float x = a * sigmoid(a) * b, next = __shfl_xor_sync(ALL_LANES, x, 1);
-                if (out.valid && out.pair % 2 == 0) publish(row + out.first / 2, pack(x, next), tag);
+                publish_act<GATED>(exchange.act + out.row * FFN / 2, out, a, b, tags.tag(1 + n + UP));
             });
         matmuls.template run<DOWN>(
-            n + DOWN,
-            [&] {
-                for (int at = threadIdx.x * BF16_VEC; at < ROWS * FFN; at += THREADS * BF16_VEC) {
-                    unsigned x[BF16_VEC / 2];
-                    while (!load_published(x, act + at / 2, tags.tag(n + DOWN))) {}
-                    bf16* const target = smem_x + at / FFN * ROW_STRIDE<FFN> + at % FFN;
-                    *reinterpret_cast<uint4*>(target) = make_uint4(x[0], x[1], x[2], x[3]);
-                }
-            },
+            n + DOWN, [&] { load_act<M, ROWS>(smem_x, exchange.act, tags, n + DOWN); },
             [&](const auto& out, float a, float b) { add_to_stream(out, a, b, tags.tag(1 + n + DOWN)); });
     }
     const int last = layers * MATMULS;

@@ -39,7 +39,9 @@ inline Word load_word(const Word* address) {
     return word;
 }
 
-inline void publish(Word* address, unsigned bits, unsigned tag) { store_word(address, (Word)tag << 32 | bits); }
+inline void publish(Word* address, unsigned bits, unsigned tag) {
+    store_word(address, (Word)tag << 32 | bits);
+}
 inline void publish(Word* address, float value, unsigned tag) {
     publish(address, __float_as_uint(value), tag);
 }
