@@ -8,7 +8,7 @@
 //
 // Layout: ROWS = B * count rows: `count` new tokens of each of B sequences. tokens, start (ROWS,) int32;
 //         length () int32: cached tokens. start is -length: a new token's position is its index minus start.
-//         token_weight (vocab, C), position_weight (context, C), table (context, 2, D / 2) and norms (C,) fp32.
+//         token_weight (vocab, C), position_weight (context, C), table (context, 2, D / 2), norms (C,) fp32.
 //         Weights (outputs, inputs), biases, keys and values (layers, B, context, KV, D), norm (ROWS, C) and
 //         logits (ROWS, vocab) bf16. words: the exchange between blocks, see struct Exchange.
 // Grid: one block a multiprocessor, all resident. At each | a block polls for the other blocks' results:
