@@ -51,8 +51,8 @@ def decode_step(
 
     Precision: bf16 MMAs with fp32 sums; fp32 stream. All else that a matmul reads, and the results, are bf16.
     Determinism: bitwise repeatable on one GPU; the bits of a row do not depend on the number of rows.
-    Cost: reads each weight once, and the cached keys and values H / KV times, from L2 all but once. Sizes of the
-        model are template arguments: the kernel is compiled once for each model and number of rows.
+    Cost: reads each weight once, and the cached keys and values H / KV times, from L2 all but once. The
+        model's sizes are template arguments: each model and number of rows is compiled by itself.
     Memory: the device keeps a buffer of 8 bytes for each word that blocks exchange.
     """
     c = config
