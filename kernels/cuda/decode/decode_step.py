@@ -12,7 +12,7 @@ from kernels.cuda.runtime.vectors import VECTOR_BYTES
 
 _SOURCE = "decode/decode_step.cu"
 _C = constants(_SOURCE)
-MAX_ROWS = 4  # the kernel itself could take TILE rows; more than 4 are not tuned
+MAX_ROWS = 4  # an MMA has room for 8 rows; not tuned
 # Prefetch regions of weights in shared memory, most first. The first choice that fits is taken.
 _REGIONS = (4, 2, 1)
 _STATIC_BYTES = 4096  # at least the kernel's static shared memory: statistics of the norms, inputs, mbarriers
