@@ -1,234 +1,120 @@
-// The products of decode_step.cu: how blocks and warps share them out, and where their weights wait in shared memory.
+// The sizes of decode_step.cu: how blocks and warps divide the matmuls, and the layout of shared memory.
 //
 //     out[r, n] = sum over k of x[r, k] w[n, k]
 //
-// A tile is 8 outputs, the right factor of a tensor-core product, whose left one is the few rows and zeros below them; a step is 32
-// inputs of a tile, two such products and 16 bytes of weights a lane. A block has every BLOCKS-th tile. Its items, a tile's share
-// of the steps, are a warp's each; a tile's sums are added up in shared memory, in the order of their items. So qkv of gpt2_124m, 2304
-// outputs of 768 inputs, on 132 multiprocessors: 288 tiles, 3 of a block at MOST, of 24 STEPS in 4 SPLITS; 12 items of 6 steps, one a warp.
+// Tile:  TILE neighbouring outputs, the B operand of one MMA. The A operand is the few rows of x and zeros.
+// Step:  STEP elements of K of one tile: two MMAs, 16 bytes of weights a lane.
+// Item:  one tile and a contiguous range of its steps (split-K). One warp computes one item.
+// Block: tiles are assigned to blocks round-robin. Partial sums of a tile's items meet in shared memory,
+//        where they are added in item order.
+//
+// Example: qkv of gpt2_124m has 2304 outputs of 768 inputs. On 132 SMs its 288 tiles are at most 3 a
+// block. A tile has 24 steps, in 4 items of 6 steps each. So a block has 12 items, one for each warp.
 #pragma once
 
-#include "copies.cuh"
-#include "hopper.cuh"
-#include "mma.cuh"
+#include "reduce.cuh"
 
-constexpr int WARPS = 12, THREADS = WARPS * WARP;
+constexpr int WARPS = 12, THREADS = WARPS * WARP;  // 16 warps were 2 % slower: kernels/NOTES.md, fifth day
 constexpr int TILE = 8, PAIRS = TILE / 2, STEP = 32;
-constexpr int VECTOR = 8, COLUMNS = STEP / VECTOR;  // of a step a lane has 16 bytes of a row: lane / COLUMNS is mma.cuh's g, the rest t
+// 8 bf16 are 16 bytes, the widest load. LANES_PER_ROW lanes cover one step of one row. In mma.cuh's terms
+// g = lane / LANES_PER_ROW and t = lane % LANES_PER_ROW.
+constexpr int BF16_VEC = 8, LANES_PER_ROW = STEP / BF16_VEC;
 
-// The products of a layer.
-enum Which { QKV, PROJ, UP, DOWN, PRODUCTS };
+// The matmuls of one layer, in order.
+enum MatmulKind { QKV, PROJ, UP, DOWN, MATMULS };
 
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int smaller(int a, int b) { return a < b ? a : b; }
-constexpr int parts(int whole, int part) { return (whole + part - 1) / part; }
+constexpr int const_max(int a, int b) { return a > b ? a : b; }
+constexpr int const_min(int a, int b) { return a < b ? a : b; }
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 template <int BLOCKS_, int DIM_, int HEADS_, int KV_HEADS_, int HEAD_DIM_, int FFN_, bool ROPE_, bool GATED_>
 struct Model {
-    static constexpr int BLOCKS = BLOCKS_, DIM = DIM_, HEADS = HEADS_, KV_HEADS = KV_HEADS_, HEAD_DIM = HEAD_DIM_, FFN = FFN_;
-    static constexpr int WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;  // of qkv
+    static constexpr int BLOCKS = BLOCKS_, DIM = DIM_, HEADS = HEADS_, KV_HEADS = KV_HEADS_;
+    static constexpr int HEAD_DIM = HEAD_DIM_, FFN = FFN_;
+    static constexpr int QKV_WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
     static constexpr bool ROPE = ROPE_, GATED = GATED_;
 };
 
-// A row of inputs, or of weights, in shared memory: 64 bytes further than the one before, modulo 128, as no two of 8 lanes then share
-// a bank.
+// Elements from one row of x or w to the next in shared memory. The stride is 64 bytes modulo 128, so the
+// 16-byte loads of 8 neighbouring lanes (two rows) hit different banks.
+constexpr int ROW_ALIGN = 64, ROW_PAD = 32;
 template <int INPUTS>
-constexpr int ROW_STRIDE = parts(INPUTS, 64) * 64 + 32;
+constexpr int ROW_STRIDE = ceil_div(INPUTS, ROW_ALIGN) * ROW_ALIGN + ROW_PAD;
 
-// Outputs come in pairs, DISTANCE apart: neighbours, or what SwiGLU or RoPE puts together. A tile is PAIRS neighbouring pairs.
-template <typename M, int WHICH>
-struct Product {
-    static constexpr int OUTPUTS = WHICH == QKV ? M::WIDTH : WHICH == UP ? (M::GATED ? 2 : 1) * M::FFN : M::DIM;
-    static constexpr int INPUTS = WHICH == DOWN ? M::FFN : M::DIM;
-    static constexpr int DISTANCE = WHICH == QKV && M::ROPE ? M::HEAD_DIM / 2 : WHICH == UP && M::GATED ? M::FFN : 1;
-    static constexpr int TILES = OUTPUTS / TILE, MOST = parts(TILES, M::BLOCKS);  // MOST: of a block
-    static constexpr int STEPS = parts(INPUTS, STEP), OF_ITEM = parts(STEPS, larger(1, smaller(WARPS / MOST, STEPS)));
-    static constexpr int SPLITS = parts(STEPS, OF_ITEM), ITEMS = MOST * SPLITS, BYTES = MOST * TILE * ROW_STRIDE<INPUTS> * 2;
-    static constexpr bool EVEN = INPUTS % STEP == 0 && STEPS % SPLITS == 0;  // all items have the same work
-    static_assert(OUTPUTS % (2 * DISTANCE) == 0 && OUTPUTS % TILE == 0 && INPUTS % VECTOR == 0);
+// One thread finishes a pair of outputs, PAIR_STRIDE apart: the two that RoPE or SwiGLU combines. Elsewhere a
+// pair is two neighbours. A tile consists of PAIRS neighbouring pairs.
+template <typename M, int KIND>
+struct Matmul {
+    static constexpr int UP_WIDTH = (M::GATED ? 2 : 1) * M::FFN;
+    static constexpr int OUTPUTS = KIND == QKV ? M::QKV_WIDTH : KIND == UP ? UP_WIDTH : M::DIM;
+    static constexpr int INPUTS = KIND == DOWN ? M::FFN : M::DIM;
+    static constexpr int PAIR_STRIDE =
+        KIND == QKV && M::ROPE ? M::HEAD_DIM / 2 : KIND == UP && M::GATED ? M::FFN : 1;
+    static constexpr int TILES = OUTPUTS / TILE, MAX_TILES_PER_BLOCK = ceil_div(TILES, M::BLOCKS);
+    static constexpr int STEPS = ceil_div(INPUTS, STEP);
+    static constexpr int MAX_K_SPLITS = const_max(1, const_min(WARPS / MAX_TILES_PER_BLOCK, STEPS));
+    static constexpr int STEPS_PER_ITEM = ceil_div(STEPS, MAX_K_SPLITS);
+    static constexpr int K_SPLITS = ceil_div(STEPS, STEPS_PER_ITEM);
+    static constexpr int MAX_ITEMS = MAX_TILES_PER_BLOCK * K_SPLITS;
+    static constexpr int WEIGHT_BYTES = MAX_TILES_PER_BLOCK * TILE * ROW_STRIDE<INPUTS> * 2;
+    // Every item has STEPS_PER_ITEM whole steps.
+    static constexpr bool NO_TAIL = INPUTS % STEP == 0 && STEPS % K_SPLITS == 0;
+    static_assert(OUTPUTS % (2 * PAIR_STRIDE) == 0 && OUTPUTS % TILE == 0 && INPUTS % BF16_VEC == 0);
 
-    static int tiles() { return (int)blockIdx.x < TILES ? (TILES - 1 - (int)blockIdx.x) / M::BLOCKS + 1 : 0; }  // of this block
-    // The first output of a pair of the block's i-th tile.
-    static int first(int i, int pair) {
-        const int p = (blockIdx.x + i * M::BLOCKS) * PAIRS + pair;
-        return p + p / DISTANCE * DISTANCE;
+    // Tiles of this block.
+    static int tiles() {
+        return (int)blockIdx.x < TILES ? (TILES - 1 - (int)blockIdx.x) / M::BLOCKS + 1 : 0;
     }
-    // Where a pair's first or second output stands within its tile.
-    static constexpr int place(int pair, int second) { return DISTANCE == 1 ? 2 * pair + second : pair + second * PAIRS; }
-    static int output(int i, int place) {
-        const int pair = DISTANCE == 1 ? place / 2 : place % PAIRS, second = DISTANCE == 1 ? place % 2 : place / PAIRS;
-        return first(i, pair) + second * DISTANCE;
+    // The lower output of a pair of the block's i-th tile.
+    static int first_output(int i, int pair) {
+        const int p = (blockIdx.x + i * M::BLOCKS) * PAIRS + pair;
+        return p + p / PAIR_STRIDE * PAIR_STRIDE;
+    }
+    // The row of the tile, 0 .. TILE - 1, that holds the lower (0) or upper (1) output of a pair.
+    static constexpr int row_in_tile(int pair, int upper) {
+        return PAIR_STRIDE == 1 ? 2 * pair + upper : pair + upper * PAIRS;
+    }
+    // The output that a row of the block's i-th tile holds.
+    static int output(int i, int row) {
+        const int pair = PAIR_STRIDE == 1 ? row / 2 : row % PAIRS;
+        const int upper = PAIR_STRIDE == 1 ? row % 2 : row / PAIRS;
+        return first_output(i, pair) + upper * PAIR_STRIDE;
     }
 };
 
-// The head's steps come in groups; a place is what holds one of each warp.
+// The head's steps are loaded in groups of GROUP. One pipeline stage holds one group for each warp.
 template <typename M>
 struct HeadSteps {
-    static constexpr int STEPS = parts(M::DIM, STEP), GROUP = STEPS % 4 == 0 ? 4 : STEPS % 2 == 0 ? 2 : 1, GROUPS = STEPS / GROUP;
-    static constexpr int PLACE = WARPS * GROUP * WARP * 16;
+    static constexpr int STEPS = ceil_div(M::DIM, STEP);
+    static constexpr int GROUP = STEPS % 4 == 0 ? 4 : STEPS % 2 == 0 ? 2 : 1, GROUPS = STEPS / GROUP;
+    static constexpr int STAGE_BYTES = WARPS * GROUP * WARP * 16;
 };
 
-// Shared memory, in bytes. The n-th product's weights wait in region n % REGIONS: of the next REGIONS - 1 products they come while
-// one is computed.
+// Shared memory layout, in bytes. The weights of the n-th matmul are prefetched into region n % REGIONS.
+// While one matmul is computed, the weights of the next REGIONS - 1 are in flight.
 template <typename M, int ROWS, int REGIONS>
-struct Memory {
-    template <int WHICH>
-    static constexpr int in_region(int region) { return WHICH % REGIONS == region ? Product<M, WHICH>::BYTES : 0; }
-    static constexpr int region(int i) {
-        return larger(larger(in_region<QKV>(i), in_region<PROJ>(i)), larger(in_region<UP>(i), in_region<DOWN>(i)));
+struct SmemLayout {
+    template <int KIND>
+    static constexpr int bytes_in(int region) {
+        return KIND % REGIONS == region ? Matmul<M, KIND>::WEIGHT_BYTES : 0;
     }
-    static constexpr int begin(int which) {
-        int at = 0;
-        for (int i = 0; i < which % REGIONS; i++) at += region(i);
-        return at;
+    static constexpr int region_bytes(int i) {
+        return const_max(const_max(bytes_in<QKV>(i), bytes_in<PROJ>(i)),
+                         const_max(bytes_in<UP>(i), bytes_in<DOWN>(i)));
     }
-    static constexpr int ITEMS = larger(larger(Product<M, QKV>::ITEMS, Product<M, PROJ>::ITEMS),
-                                        larger(Product<M, UP>::ITEMS, Product<M, DOWN>::ITEMS));
-    static constexpr int WEIGHTS = larger(begin(REGIONS - 1) + region(REGIONS - 1), HeadSteps<M>::PLACE), SUMS = ITEMS * ROWS * TILE * 4;
+    static constexpr int region_offset(int kind) {
+        int offset = 0;
+        for (int i = 0; i < kind % REGIONS; i++) offset += region_bytes(i);
+        return offset;
+    }
+    static constexpr int REGION_BYTES = region_offset(REGIONS - 1) + region_bytes(REGIONS - 1);
+    // The head reuses the regions as its pipeline stages.
+    static constexpr int WEIGHT_BYTES = const_max(REGION_BYTES, HeadSteps<M>::STAGE_BYTES);
+    static constexpr int MAX_ITEMS =
+        const_max(const_max(Matmul<M, QKV>::MAX_ITEMS, Matmul<M, PROJ>::MAX_ITEMS),
+                  const_max(Matmul<M, UP>::MAX_ITEMS, Matmul<M, DOWN>::MAX_ITEMS));
+    static constexpr int PARTIAL_SUM_BYTES = MAX_ITEMS * ROWS * TILE * 4;
 };
 
 template <typename M, int ROWS>
-constexpr int ROWS_BYTES = ROWS * ROW_STRIDE<larger(M::DIM, M::FFN)> * 2;
-
-// Start to copy the block's rows of weights of a product, all threads: on Hopper the copy engine takes a row at a time, at the request
-// of the last warp, so that the others' loads need not queue behind the rows; and `barrier` counts what has come.
-template <typename P>
-void fetch_weights(unsigned char* region, const bf16* weight, unsigned barrier, unsigned long long policy) {
-    constexpr int STRIDE = ROW_STRIDE<P::INPUTS> * 2;
-    const int rows = P::tiles() * TILE;
-    const auto row = [&](int r) { return weight + (long long)P::output(r / TILE, r % TILE) * P::INPUTS; };
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x / WARP < WARPS - 1) return;
-    const int lane = threadIdx.x % WARP;
-    if (lane == 0) arrive_expecting(barrier, rows * P::INPUTS * 2);
-    __syncwarp();  // what comes is expected before it does
-    for (int r = lane; r < rows; r += WARP) bulk_load_hint(shared_address(region) + r * STRIDE, row(r), P::INPUTS * 2, barrier, policy);
-#else
-    constexpr int OF_ROW = P::INPUTS / VECTOR;
-    for (int i = threadIdx.x; i < rows * OF_ROW; i += THREADS) {
-        const int r = i / OF_ROW, vector = i % OF_ROW;
-        cp_async_hint(shared_address(region) + r * STRIDE + vector * 16, row(r) + vector * VECTOR, true, policy);
-    }
-    cp_async_commit();
-#endif
-}
-
-// Until all that was fetched has come but, where copies are counted by groups, the last PENDING times. __syncthreads must follow.
-template <int PENDING>
-void await_weights(unsigned barrier, int parity) {
-#if __CUDA_ARCH__ >= 900
-    wait(barrier, parity);
-#else
-    cp_async_wait<PENDING>();
-#endif
-}
-
-inline uint4 vector_at(const bf16* address) { return *reinterpret_cast<const uint4*>(address); }
-
-// c += x w of one step, in two sums that do not wait for each other. x: the lane's row of the block's inputs, if it has one. A lane's 8
-// neighbouring inputs stand where mma.cuh has columns 2t, 2t + 1 and those 8 further, of two products: terms may come in any order
-// that both factors have.
-inline void multiply_step(float (&c)[2][4], const uint4& w, const uint4& x) {
-    const unsigned low[4] = {x.x, 0, x.y, 0}, high[4] = {x.z, 0, x.w, 0};
-    mma_bf16(c[0], low, w.x, w.y);
-    mma_bf16(c[1], high, w.z, w.w);
-}
-
-// sums [ITEMS][ROWS][TILE] = the items' sums, of rows [ROWS][ROW_STRIDE]. The warps have waited for their weights.
-template <typename P, int ROWS>
-void multiply(float* sums, const unsigned char* region, const bf16* rows) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / COLUMNS, tiles = P::tiles();
-#pragma unroll
-    for (int first = 0; first < P::ITEMS; first += WARPS) {
-        const int item = first + warp, step = item % P::SPLITS * P::OF_ITEM, at = step * STEP + lane % COLUMNS * VECTOR;
-        if (item / P::SPLITS >= tiles) break;
-        const bf16* const w = reinterpret_cast<const bf16*>(region) + (item / P::SPLITS * TILE + row) * ROW_STRIDE<P::INPUTS> + at;
-        const bf16* const x = rows + row * ROW_STRIDE<P::INPUTS> + at;
-        const uint4 zeros = make_uint4(0, 0, 0, 0);
-        float c[2][4] = {};
-#pragma unroll 4  // more would take too many registers of wide models
-        for (int s = 0; s < P::OF_ITEM; s++) {
-            const bool within = P::EVEN || at + s * STEP < P::INPUTS;
-            multiply_step(c, within ? vector_at(w + s * STEP) : zeros, within && row < ROWS ? vector_at(x + s * STEP) : zeros);
-        }
-        if (row < ROWS)
-            *reinterpret_cast<float2*>(sums + (item * ROWS + row) * TILE + lane % COLUMNS * 2) =
-                make_float2(c[0][0] + c[1][0], c[0][1] + c[1][1]);
-    }
-}
-
-// A thread's part of a product's results: of the block's i-th tile, the pair that begins at output `first`, of one row.
-template <typename P, int ROWS>
-struct Result {
-    int i, row, pair, first;
-    bool valid;
-    static_assert(P::MOST * ROWS * PAIRS <= THREADS);
-
-    Result() : i(threadIdx.x / (PAIRS * ROWS)), row(threadIdx.x / PAIRS % ROWS), pair(threadIdx.x % PAIRS) {
-        valid = i < P::tiles();
-        first = valid ? P::first(i, pair) : 0;
-    }
-    // Both outputs, added up over the items of the tile.
-    void add_up(float& a, float& b, const float* sums) const {
-        a = b = 0.0f;
-        if (!valid) return;
-#pragma unroll
-        for (int split = 0; split < P::SPLITS; split++) {
-            const float* const of_item = sums + ((i * P::SPLITS + split) * ROWS + row) * TILE;
-            a += of_item[P::place(pair, 0)], b += of_item[P::place(pair, 1)];
-        }
-    }
-};
-
-// The prediction head, logits (ROWS, vocab) = rows head^T: a warp has every WARPS-th of the block's tiles, and all of their inputs, as
-// a row of groups of steps that pass through RING places of shared memory.
-template <typename M, int ROWS, int BYTES>
-struct Head {
-    static constexpr int GROUP = HeadSteps<M>::GROUP, GROUPS = HeadSteps<M>::GROUPS, RING = smaller(8, BYTES / HeadSteps<M>::PLACE);
-    const bf16* weight;
-    unsigned long long policy;
-    uint4* ring;  // [RING][GROUP][WARP], this warp's
-    int tiles, tile, group;  // of what is copied next
-
-    Head(const bf16* weight_, int vocab, unsigned char* memory, unsigned long long policy_)
-        : weight(weight_), policy(policy_), ring(reinterpret_cast<uint4*>(memory) + threadIdx.x / WARP * RING * GROUP * WARP),
-          tiles(vocab / TILE), tile(blockIdx.x + threadIdx.x / WARP * M::BLOCKS), group(0) {
-        for (int place = 0; place < RING; place++) fetch(place);
-    }
-    void fetch(int place) {
-        if (tile < tiles) {
-            const int lane = threadIdx.x % WARP, at = group * GROUP * STEP + lane % COLUMNS * VECTOR;
-            const bf16* const from = weight + ((long long)tile * TILE + lane / COLUMNS) * M::DIM + at;
-#pragma unroll
-            for (int s = 0; s < GROUP; s++)
-                cp_async_hint(shared_address(ring + (place * GROUP + s) * WARP + lane), from + s * STEP,
-                                M::DIM % STEP == 0 || at + s * STEP < M::DIM, policy);
-            if (++group == GROUPS) group = 0, tile += WARPS * M::BLOCKS;
-        }
-        cp_async_commit();  // an empty group at the end, so that a wait means the same all along
-    }
-    void multiply(bf16* logits, int vocab, const bf16* rows) {
-        const int lane = threadIdx.x % WARP, row = lane / COLUMNS, column = lane % COLUMNS;
-        const bf16* const x = rows + row * ROW_STRIDE<M::DIM> + column * VECTOR;
-        const uint4 zeros = make_uint4(0, 0, 0, 0);
-        int place = 0;
-        for (int t = blockIdx.x + threadIdx.x / WARP * M::BLOCKS; t < tiles; t += WARPS * M::BLOCKS) {
-            float c[2][4] = {};
-#pragma unroll
-            for (int g = 0; g < GROUPS; g++) {
-                cp_async_wait<RING - 1>();
-#pragma unroll
-                for (int s = 0; s < GROUP; s++) {
-                    const int at = (g * GROUP + s) * STEP;
-                    const bool within = row < ROWS && (M::DIM % STEP == 0 || at + column * VECTOR < M::DIM);
-                    multiply_step(c, ring[(place * GROUP + s) * WARP + lane], within ? vector_at(x + at) : zeros);
-                }
-                fetch(place);
-                if (++place == RING) place = 0;
-            }
-            if (row < ROWS)
-                *reinterpret_cast<unsigned*>(logits + (long long)row * vocab + t * TILE + column * 2) =
-                    pack(c[0][0] + c[1][0], c[0][1] + c[1][1]);
-        }
-    }
-};
+constexpr int INPUT_ROW_BYTES = ROWS * ROW_STRIDE<const_max(M::DIM, M::FFN)> * 2;

@@ -1,88 +1,97 @@
-// The input rows of decode_step.cu's products in shared memory, rounded to bf16: the norms of the stream that make them.
+// The norms of decode_step.cu: normalised rows of the residual stream, written to shared memory as bf16.
 #pragma once
 
 #include "decode_model.cuh"
+#include "vectors.cuh"
 
-constexpr int PART = 4;  // elements of the stream that a thread has side by side
+constexpr int FP32_VEC = 4;  // consecutive elements of the stream in one thread: 16 bytes of norm weights
 
-inline float sum_of(const float (&x)[PART]) { return (x[0] + x[1]) + (x[2] + x[3]); }
+inline float sum_of(const float (&x)[FP32_VEC]) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
-// Norms of rows of DIM elements, of which a thread has PASSES parts in registers, and warps 0 to USED - 1 have some.
+// LayerNorm or RMSNorm of ROWS rows of DIM elements. Thread t holds vectors t, t + THREADS, ... of FP32_VEC
+// elements, at most VECS_PER_THREAD of each row. Only warps 0 .. ACTIVE_WARPS - 1 hold elements.
 template <typename M, int ROWS>
-struct Norm {
-    static constexpr int DIM = M::DIM, PASSES = parts(DIM, PART * THREADS), USED = smaller(WARPS, parts(DIM, PART * WARP));
-    float2 warp_partials[ROWS][USED];  // each warp's mean, and the sum of squares about it
+struct RowNorm {
+    static constexpr int DIM = M::DIM, VECS_PER_THREAD = ceil_div(DIM, FP32_VEC * THREADS);
+    static constexpr int ACTIVE_WARPS = const_min(WARPS, ceil_div(DIM, FP32_VEC * WARP));
+    float2 warp_partials[ROWS][ACTIVE_WARPS];  // each warp's mean, and its sum of squared deviations from it
 
-    // How many elements a warp has.
-    static constexpr int count(int warp) {
+    // Elements of one row that a warp holds.
+    static constexpr int elements_of(int warp) {
         int elements = 0;
-        for (int i = warp * WARP * PART; i < DIM; i += THREADS * PART) elements += smaller(WARP * PART, DIM - i);
+        for (int i = warp * WARP * FP32_VEC; i < DIM; i += THREADS * FP32_VEC)
+            elements += const_min(WARP * FP32_VEC, DIM - i);
         return elements;
     }
-    // rows [ROWS][ROW_STRIDE] = norm(x), x given by load(x, row, i), which waits for it. store(row, i, x) sees each result. Each warp takes
-    // a mean of its own, and each thread combines the warps' (Chan, Golub and LeVeque 1979). Means are 0 where the norm does not
-    // centre, which is where it has no bias.
+    // smem_x [ROWS][ROW_STRIDE] = norm(x). load(x, row, i) polls until elements i .. of x have arrived.
+    // store(row, i, y) is called with each result. A null bias means RMSNorm, where all means are 0. Each
+    // warp computes its own mean and squared deviations. Every thread then combines those of all warps (Chan,
+    // Golub and LeVeque 1979).
     template <typename Load, typename Store>
-    void make(bf16* rows, const float* scale, const float* shift, float eps, Load load, Store store) {
-        const int warp = threadIdx.x / WARP, begin = threadIdx.x * PART;
-        float of_scale[PASSES][PART], of_shift[PASSES][PART], x[ROWS][PASSES][PART];
-        if (warp < USED) {  // the whole warp
+    void normalize(bf16* smem_x, const float* weight, const float* bias, float eps, Load load, Store store) {
+        const int warp = threadIdx.x / WARP, begin = threadIdx.x * FP32_VEC;
+        float w[VECS_PER_THREAD][FP32_VEC], b[VECS_PER_THREAD][FP32_VEC], x[ROWS][VECS_PER_THREAD][FP32_VEC];
+        if (warp < ACTIVE_WARPS) {  // warp-uniform, as warp_reduce needs
 #pragma unroll
-            for (int p = 0; p < PASSES; p++) {  // on their way while the block waits
-                const int i = begin + p * THREADS * PART;
+            for (int v = 0; v < VECS_PER_THREAD; v++) {  // in flight while the block polls for x
+                const int i = begin + v * THREADS * FP32_VEC;
 #pragma unroll
-                for (int j = 0; j < PART; j++) of_scale[p][j] = of_shift[p][j] = 0.0f;
-                if (i < DIM) load_floats(of_scale[p], scale + i);
-                if (i < DIM && shift) load_floats(of_shift[p], shift + i);
+                for (int j = 0; j < FP32_VEC; j++) w[v][j] = b[v][j] = 0.0f;
+                if (i < DIM) load_floats(w[v], weight + i);
+                if (i < DIM && bias) load_floats(b[v], bias + i);
             }
-            const float elements = (float)(count(warp));
+            const float elements = (float)(elements_of(warp));
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 float sum = 0.0f, squares = 0.0f;
 #pragma unroll
-                for (int p = 0; p < PASSES; p++) {
-                    const int i = begin + p * THREADS * PART;
+                for (int v = 0; v < VECS_PER_THREAD; v++) {
+                    const int i = begin + v * THREADS * FP32_VEC;
 #pragma unroll
-                    for (int j = 0; j < PART; j++) x[r][p][j] = 0.0f;
-                    if (i < DIM) load(x[r][p], r, i);
-                    sum += sum_of(x[r][p]);
+                    for (int j = 0; j < FP32_VEC; j++) x[r][v][j] = 0.0f;
+                    if (i < DIM) load(x[r][v], r, i);
+                    sum += sum_of(x[r][v]);
                 }
-                const float mean = shift ? __fdividef(warp_reduce(sum, Sum()), elements) : 0.0f;
+                const float mean = bias ? __fdividef(warp_reduce(sum, Sum()), elements) : 0.0f;
 #pragma unroll
-                for (int p = 0; p < PASSES; p++) {
-                    float apart[PART];
+                for (int v = 0; v < VECS_PER_THREAD; v++) {
+                    float squared[FP32_VEC];
 #pragma unroll
-                    for (int j = 0; j < PART; j++) apart[j] = __fmul_rn(x[r][p][j] - mean, x[r][p][j] - mean);
-                    if (begin + p * THREADS * PART < DIM) squares += sum_of(apart);
+                    for (int j = 0; j < FP32_VEC; j++)
+                        squared[j] = __fmul_rn(x[r][v][j] - mean, x[r][v][j] - mean);
+                    if (begin + v * THREADS * FP32_VEC < DIM) squares += sum_of(squared);
                 }
                 squares = warp_reduce(squares, Sum());
                 if (threadIdx.x % WARP == 0) warp_partials[r][warp] = make_float2(mean, squares);
             }
         }
-        __syncthreads();  // the warps' statistics, written above, are read by all; and the rows of the product before are read no more
-        if (warp < USED) {
+        // Separates the writes of warp_partials from the reads below. The matmul's barriers separate these
+        // reads from the next call's writes.
+        __syncthreads();
+        if (warp < ACTIVE_WARPS) {
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 float mean = 0.0f, squares = 0.0f;
 #pragma unroll
-                for (int w = 0; w < USED; w++) mean = fmaf(warp_partials[r][w].x, (float)count(w) / DIM, mean);
+                for (int i = 0; i < ACTIVE_WARPS; i++)
+                    mean = fmaf(warp_partials[r][i].x, (float)elements_of(i) / DIM, mean);
 #pragma unroll
-                for (int w = 0; w < USED; w++) {
-                    const float apart = warp_partials[r][w].x - mean;
-                    squares += fmaf(__fmul_rn(apart, apart), (float)count(w), warp_partials[r][w].y);
+                for (int i = 0; i < ACTIVE_WARPS; i++) {
+                    const float deviation = warp_partials[r][i].x - mean;
+                    const float between = __fmul_rn(deviation, deviation);
+                    squares += fmaf(between, (float)elements_of(i), warp_partials[r][i].y);
                 }
                 const float rstd = rsqrtf(fmaf(squares, 1.0f / DIM, eps));
 #pragma unroll
-                for (int p = 0; p < PASSES; p++) {
-                    const int i = begin + p * THREADS * PART;
+                for (int v = 0; v < VECS_PER_THREAD; v++) {
+                    const int i = begin + v * THREADS * FP32_VEC;
                     if (i >= DIM) continue;
 #pragma unroll
-                    for (int j = 0; j < PART; j++) {
-                        x[r][p][j] = fmaf(__fmul_rn(x[r][p][j] - mean, rstd), of_scale[p][j], of_shift[p][j]);
-                    }
-                    const uint2 packed = make_uint2(pack(x[r][p][0], x[r][p][1]), pack(x[r][p][2], x[r][p][3]));
-                    *reinterpret_cast<uint2*>(rows + r * ROW_STRIDE<DIM> + i) = packed;
-                    store(r, i, packed);
+                    for (int j = 0; j < FP32_VEC; j++)
+                        x[r][v][j] = fmaf(__fmul_rn(x[r][v][j] - mean, rstd), w[v][j], b[v][j]);
+                    const uint2 y = make_uint2(pack(x[r][v][0], x[r][v][1]), pack(x[r][v][2], x[r][v][3]));
+                    *reinterpret_cast<uint2*>(smem_x + r * ROW_STRIDE<DIM> + i) = y;
+                    store(r, i, y);
                 }
             }
         }

@@ -1,217 +1,254 @@
-// Cached attention within decode_step.cu: shares of the keys of each row and head, and the rows that they combine to.
+// Split-KV attention over the cache, within decode_step.cu.
 //
-//     s[j] = q . k[j] / sqrt(D)        a share: m = max s[j],  l = sum exp(s[j] - m),  o = sum exp(s[j] - m) v[j]
-//     attended = sum exp(m - M) o / sum exp(m - M) l        over the shares, M being the largest m
+//     s[j] = q . k[j] / sqrt(D)
+//     one split:   m = max s[j],  l = sum exp(s[j] - m),  o = sum exp(s[j] - m) v[j]
+//     all splits:  M = max m,  attended = sum exp(m - M) o / sum exp(m - M) l
 //
-// A row's keys are cut into at most SHARES shares of at least SMALLEST_SHARE keys. A block makes one share after another; a team of
-// LANES lanes takes a key at a time, each lane a part of the features, AHEAD keys at once, and keeps an m, l and o of its own; they are
-// combined as the shares are. The first keys are on their way before the block waits for the queries: what the cache holds was
-// written before this launch. The multiplications and additions are written out, see decode_step.cu on determinism.
+// Split: the keys that a row sees are cut into at most KV_SPLITS ranges of at least MIN_KEYS_PER_SPLIT keys.
+// Block: computes one (split, row, head) after another, round-robin.
+// Team:  TEAM_LANES lanes process one key at a time, each lane a part of the features. A team loads
+//        KEYS_IN_FLIGHT keys at once and keeps its own m, l and o. Teams, then warps, are combined by the
+//        formula for splits.
+//
+// Overlap: keys of the cache were written by earlier launches. So the first of them are loaded before the
+//          block polls for the query.
+// Determinism: multiply-adds are written out, see decode_step.cu.
+// Source: the combination of splits, Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 #pragma once
 
 #include "decode_model.cuh"
 #include "inter_block.cuh"
 
-constexpr int SHARES = 4, SMALLEST_SHARE = 64;  // 8 took longer, 128 as long
-constexpr int LANES = 8, TEAMS = THREADS / LANES, OF_WARP = WARP / LANES;
+// 8 splits were 6 % slower, splits of at least 128 keys equally fast: kernels/NOTES.md, fifth day.
+constexpr int KV_SPLITS = 4, MIN_KEYS_PER_SPLIT = 64;
+constexpr int TEAM_LANES = 8, TEAMS = THREADS / TEAM_LANES, TEAMS_PER_WARP = WARP / TEAM_LANES;  // not tuned
 
 inline float minus_infinity() { return __int_as_float(0xff800000); }
-// What a part of keys whose largest score is m counts beside one whose largest is M; 0 of a part without keys.
-inline float share_weight(float m, float M) { return m == minus_infinity() ? 0.0f : __expf(m - M); }
+// exp(m - M), the factor that rescales sums relative to m. It is 0 without keys, as exp(-inf - -inf) is NaN.
+inline float rescale_factor(float m, float M) { return m == minus_infinity() ? 0.0f : __expf(m - M); }
 
-// keys and values (B, context, KV, D) of one layer; the rest is handed over: qkv (rows, WIDTH / 2), two bf16 a word, state (rows, H,
-// SHARES, 2), m and l, and sum (rows, H, SHARES, D). rows = B * count.
+// keys and values (B, context, KV, D) of one layer. The rest are words exchanged between blocks
+// (inter_block.cuh): qkv (rows, QKV_WIDTH / 2), two bf16 a word; split_stats (rows, H, KV_SPLITS, 2), m and
+// l; split_out (rows, H, KV_SPLITS, D), o. rows = B * count.
 template <typename M, int ROWS>
 struct Attention {
     const Word* qkv;
     bf16 *keys, *values;
-    Word *state, *sum;
-    unsigned qkv_tag, tag;  // of qkv, and of what is made of it
-    int held, count, context;
+    Word *split_stats, *split_out;
+    unsigned qkv_tag, split_tag;
+    int cached_len, count, context;
 
     int sequence(int row) const { return ROWS == 1 ? 0 : row / count; }
-    int behind(int row) const { return ROWS == 1 ? 0 : row % count; }  // the cache's last
-    int visible(int row) const { return held + behind(row) + 1; }
-    int share(int row) const { return max((visible(row) + SHARES - 1) / SHARES, SMALLEST_SHARE); }
-    long long cached(int row, int shared, int j) const {  // may pass 2^31
-        return (((long long)sequence(row) * context + j) * M::KV_HEADS + shared) * M::HEAD_DIM;
+    int new_index(int row) const { return ROWS == 1 ? 0 : row % count; }  // among the sequence's new tokens
+    int visible(int row) const { return cached_len + new_index(row) + 1; }
+    int keys_per_split(int row) const {
+        return max((visible(row) + KV_SPLITS - 1) / KV_SPLITS, MIN_KEYS_PER_SPLIT);
+    }
+    long long cache_offset(int row, int kv_head, int j) const {  // may exceed 2^31
+        return (((long long)sequence(row) * context + j) * M::KV_HEADS + kv_head) * M::HEAD_DIM;
     }
 };
 
-// A lane's part of a row of D features, (p * LANES + lane) * VECTOR + i of which is element [p](i); zeros beyond D.
+// A lane's part of a vector of D features: VECS vectors of 8. Element [v](i) is feature (v * TEAM_LANES +
+// lane) * 8 + i. Features beyond D are zero.
 template <int D>
-struct Features {
-    static constexpr int PARTS = parts(D, LANES * VECTOR), WIDTH = PARTS * VECTOR;
-    Packed<bf16, VECTOR> part[PARTS];
+struct HeadFragment {
+    static constexpr int VECS = ceil_div(D, TEAM_LANES * BF16_VEC), ELEMENTS = VECS * BF16_VEC;
+    Packed<bf16, BF16_VEC> vec[VECS];
 
-    static int place(int p) { return (p * LANES + threadIdx.x % LANES) * VECTOR; }
-    static bool within(int p) { return D % (LANES * VECTOR) == 0 || place(p) < D; }
+    static int feature(int v) { return (v * TEAM_LANES + threadIdx.x % TEAM_LANES) * BF16_VEC; }
+    static bool in_range(int v) { return D % (TEAM_LANES * BF16_VEC) == 0 || feature(v) < D; }
     void load(const bf16* row) {
 #pragma unroll
-        for (int p = 0; p < PARTS; p++) {
-            part[p].clear();
-            if (within(p)) part[p].load(row + place(p));
+        for (int v = 0; v < VECS; v++) {
+            vec[v].clear();
+            if (in_range(v)) vec[v].load(row + feature(v));
         }
     }
     template <typename F>
     void for_each(F use) const {
 #pragma unroll
-        for (int p = 0; p < PARTS; p++)
+        for (int v = 0; v < VECS; v++)
 #pragma unroll
-            for (int j = 0; j < VECTOR; j++) use(p * VECTOR + j, part[p](j));
+            for (int j = 0; j < BF16_VEC; j++) use(v * BF16_VEC + j, vec[v](j));
     }
 };
 
-// handed (1 + 2 * fresh keys, D) = the query of a row and head, and from key j = `first` on to `end` each new key and value, for
-// which the block waits all at once. What is the row's own comes into the cache as well.
+// smem_qkv (1 + 2 * new keys, D) = the query of one row and head, then each new key and value from key
+// `first` to `end`. All of them are polled for at once. The row's own key and value are also appended to the
+// cache.
 template <typename M, int ROWS>
-void take_fresh(bf16* handed, const Attention<M, ROWS>& a, int row, int head, int shared, int first, int end) {
-    constexpr int D = M::HEAD_DIM, OF_ROW = D / VECTOR;  // threads
-    for (int i = threadIdx.x; i < (1 + 2 * max(end - first, 0)) * OF_ROW; i += THREADS) {
-        const int which = i / OF_ROW, d = i % OF_ROW * VECTOR, j = first + (which - 1) / 2;
-        const bool query = which == 0, key = which % 2;
-        const int from_row = query ? row : a.sequence(row) * a.count + j - a.held;
-        const int from_head = query ? head : M::HEADS + (key ? 0 : M::KV_HEADS) + shared;
-        const Word* const from = a.qkv + (from_row * M::WIDTH + from_head * D + d) / 2;
-        Packed<bf16, VECTOR> x;
-        while (!load_published(x.word, from, a.qkv_tag)) {}
-        *reinterpret_cast<uint4*>(handed + which * D + d) = make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]);
-        const bool appends = !query && j == a.visible(row) - 1 && head % (M::HEADS / M::KV_HEADS) == 0;  // the first head that shares it
-        if (appends) x.store((key ? a.keys : a.values) + a.cached(row, shared, j) + d);
+void load_new_qkv(bf16* smem_qkv, const Attention<M, ROWS>& a, int row, int head, int kv_head, int first,
+                  int end) {
+    constexpr int D = M::HEAD_DIM, THREADS_PER_VECTOR = D / BF16_VEC;
+    const int vectors = 1 + 2 * max(end - first, 0);
+    for (int i = threadIdx.x; i < vectors * THREADS_PER_VECTOR; i += THREADS) {
+        const int vector = i / THREADS_PER_VECTOR, d = i % THREADS_PER_VECTOR * BF16_VEC;
+        const int j = first + (vector - 1) / 2;
+        const bool is_query = vector == 0, is_key = vector % 2;
+        const int source_row = is_query ? row : a.sequence(row) * a.count + j - a.cached_len;
+        const int source_head = is_query ? head : M::HEADS + (is_key ? 0 : M::KV_HEADS) + kv_head;
+        const Word* const source = a.qkv + (source_row * M::QKV_WIDTH + source_head * D + d) / 2;
+        Packed<bf16, BF16_VEC> x;
+        while (!load_published(x.word, source, a.qkv_tag)) {}
+        *reinterpret_cast<uint4*>(smem_qkv + vector * D + d) =
+            make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]);
+        // Only the first query head of a KV head appends.
+        const bool appends = !is_query && j == a.visible(row) - 1 && head % (M::HEADS / M::KV_HEADS) == 0;
+        if (appends) x.store((is_key ? a.keys : a.values) + a.cache_offset(row, kv_head, j) + d);
     }
 }
 
-// Of shared memory that make_shares works with: `handed`, and each warp's o, l and m.
+// Shared memory of split_kv_attention: smem_qkv, and o, l and m of each warp.
 template <typename M, int ROWS>
-constexpr int SHARES_BYTES = (1 + 2 * ROWS) * M::HEAD_DIM * 2 + WARPS * (M::HEAD_DIM + 2) * 4;
+constexpr int ATTENTION_BYTES = (1 + 2 * ROWS) * M::HEAD_DIM * 2 + WARPS * (M::HEAD_DIM + 2) * 4;
 
-// A block's shares of all rows and heads, and the new keys and values into the cache.
+// Publishes m, l and o of the block's (split, row, head) units, and appends the new keys and values to the
+// cache.
 template <typename M, int ROWS>
-void make_shares(const Attention<M, ROWS>& a, unsigned char* scratch) {
-    constexpr int D = M::HEAD_DIM, STRIDE = M::KV_HEADS * D;
-    using Row = Features<D>;
-    constexpr int AHEAD = Row::PARTS == 1 ? 2 : 1;  // 4 keys at once took longer
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, team = threadIdx.x / LANES;
+void split_kv_attention(const Attention<M, ROWS>& a, unsigned char* scratch) {
+    constexpr int D = M::HEAD_DIM, KEY_STRIDE = M::KV_HEADS * D;
+    using Fragment = HeadFragment<D>;
+    // 4 keys in flight were slower than 2: kernels/NOTES.md, fifth day.
+    constexpr int KEYS_IN_FLIGHT = Fragment::VECS == 1 ? 2 : 1;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, team = threadIdx.x / TEAM_LANES;
     const float scale = 1.0f / sqrtf((float)D);
-    bf16* const handed = reinterpret_cast<bf16*>(scratch);
-    float* const warp_partials = reinterpret_cast<float*>(handed + (1 + 2 * ROWS) * D);
-    for (int unit = blockIdx.x; unit < SHARES * ROWS * M::HEADS; unit += M::BLOCKS) {
-        const int split = unit / (ROWS * M::HEADS), row = unit % (ROWS * M::HEADS) / M::HEADS, head = unit % M::HEADS;
-        const int shared = head / (M::HEADS / M::KV_HEADS), share = a.share(row);
-        const int begin = split * share, end = min(begin + share, a.visible(row));  // the keys begin <= j < end
-        if (begin >= end) continue;  // the whole block
-        const int fresh = max(begin, a.held);
-        const bf16 *const keys = a.keys + a.cached(row, shared, 0), *const values = a.values + a.cached(row, shared, 0);
-        Row query;
-        float largest = minus_infinity(), total = 0.0f, sum[Row::WIDTH] = {};
+    bf16* const smem_qkv = reinterpret_cast<bf16*>(scratch);
+    float* const warp_partials = reinterpret_cast<float*>(smem_qkv + (1 + 2 * ROWS) * D);
+    for (int unit = blockIdx.x; unit < KV_SPLITS * ROWS * M::HEADS; unit += M::BLOCKS) {
+        const int split = unit / (ROWS * M::HEADS), row = unit % (ROWS * M::HEADS) / M::HEADS;
+        const int head = unit % M::HEADS, kv_head = head / (M::HEADS / M::KV_HEADS);
+        const int split_keys = a.keys_per_split(row);
+        const int begin = split * split_keys, end = min(begin + split_keys, a.visible(row));
+        if (begin >= end) continue;  // the whole block skips this unit, its barriers included
+        const int first_new = max(begin, a.cached_len);
+        const bf16* const keys = a.keys + a.cache_offset(row, kv_head, 0);
+        const bf16* const values = a.values + a.cache_offset(row, kv_head, 0);
+        Fragment query;
+        float m = minus_infinity(), l = 0.0f, o[Fragment::ELEMENTS] = {};
 #pragma unroll 1
-        for (int first = begin; first < end; first += AHEAD * TEAMS) {
-            Row key[AHEAD], value[AHEAD];
+        for (int first = begin; first < end; first += KEYS_IN_FLIGHT * TEAMS) {
+            Fragment key[KEYS_IN_FLIGHT], value[KEYS_IN_FLIGHT];
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
+            for (int i = 0; i < KEYS_IN_FLIGHT; i++) {
                 const int j = first + i * TEAMS + team;
-                if (j < min(a.held, end)) {
-                    key[i].load(keys + (long long)j * STRIDE);
-                    value[i].load(values + (long long)j * STRIDE);
+                if (j < min(a.cached_len, end)) {
+                    key[i].load(keys + (long long)j * KEY_STRIDE);
+                    value[i].load(values + (long long)j * KEY_STRIDE);
                 }
             }
             if (first == begin) {
-                take_fresh(handed, a, row, head, shared, fresh, end);
-                __syncthreads();  // what was handed over, written above, is read by all
-                query.load(handed);
+                load_new_qkv(smem_qkv, a, row, head, kv_head, first_new, end);
+                __syncthreads();  // separates the writes of smem_qkv from all reads of it
+                query.load(smem_qkv);
             }
-            float score[AHEAD], raised = largest;
+            float score[KEYS_IN_FLIGHT], new_m = m;
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
+            for (int i = 0; i < KEYS_IN_FLIGHT; i++) {
                 const int j = first + i * TEAMS + team;
-                if (j >= fresh && j < end) {
-                    key[i].load(handed + (1 + 2 * (j - fresh)) * D);
-                    value[i].load(handed + (2 + 2 * (j - fresh)) * D);
+                if (j >= first_new && j < end) {
+                    key[i].load(smem_qkv + (1 + 2 * (j - first_new)) * D);
+                    value[i].load(smem_qkv + (2 + 2 * (j - first_new)) * D);
                 }
-                float dots[2] = {};  // a chain each
-                query.for_each([&](int k, float x) { dots[k % 2] = fmaf(x, key[i].part[k / VECTOR](k % VECTOR), dots[k % 2]); });
+                float dots[2] = {};  // two independent chains of additions
+                query.for_each([&](int k, float x) {
+                    dots[k % 2] = fmaf(x, key[i].vec[k / BF16_VEC](k % BF16_VEC), dots[k % 2]);
+                });
                 float dot = dots[0] + dots[1];
 #pragma unroll
-                for (int offset = LANES / 2; offset > 0; offset /= 2) dot += __shfl_xor_sync(ALL_LANES, dot, offset);
+                for (int offset = TEAM_LANES / 2; offset > 0; offset /= 2)
+                    dot += __shfl_xor_sync(ALL_LANES, dot, offset);
                 score[i] = j < end ? __fmul_rn(dot, scale) : minus_infinity();
-                raised = fmaxf(raised, score[i]);
+                new_m = fmaxf(new_m, score[i]);
             }
-            const float kept = share_weight(largest, raised);
-            largest = raised;
-            total = __fmul_rn(total, kept);
+            const float rescale = rescale_factor(m, new_m);
+            m = new_m;
+            l = __fmul_rn(l, rescale);
 #pragma unroll
-            for (int k = 0; k < Row::WIDTH; k++) sum[k] = __fmul_rn(sum[k], kept);
+            for (int k = 0; k < Fragment::ELEMENTS; k++) o[k] = __fmul_rn(o[k], rescale);
 #pragma unroll
-            for (int i = 0; i < AHEAD; i++) {
+            for (int i = 0; i < KEYS_IN_FLIGHT; i++) {
                 if (first + i * TEAMS + team >= end) continue;
-                const float weight = __expf(score[i] - largest);
-                total += weight;
-                value[i].for_each([&](int k, float x) { sum[k] = fmaf(weight, x, sum[k]); });
+                const float p = __expf(score[i] - m);
+                l += p;
+                value[i].for_each([&](int k, float x) { o[k] = fmaf(p, x, o[k]); });
             }
         }
-        const int working = min(WARPS, parts(end - begin, OF_WARP));  // warps that had keys
-        if (warp < working) {
-            float of_all = largest;
+        const int active_warps = min(WARPS, ceil_div(end - begin, TEAMS_PER_WARP));  // warps that had keys
+        if (warp < active_warps) {  // combine the warp's teams
+            float warp_m = m;
 #pragma unroll
-            for (int offset = LANES; offset < WARP; offset *= 2) of_all = fmaxf(of_all, __shfl_xor_sync(ALL_LANES, of_all, offset));
-            const float weight = share_weight(largest, of_all);
-            total = __fmul_rn(total, weight);
+            for (int offset = TEAM_LANES; offset < WARP; offset *= 2)
+                warp_m = fmaxf(warp_m, __shfl_xor_sync(ALL_LANES, warp_m, offset));
+            const float rescale = rescale_factor(m, warp_m);
+            l = __fmul_rn(l, rescale);
 #pragma unroll
-            for (int k = 0; k < Row::WIDTH; k++) sum[k] = __fmul_rn(sum[k], weight);
+            for (int k = 0; k < Fragment::ELEMENTS; k++) o[k] = __fmul_rn(o[k], rescale);
 #pragma unroll
-            for (int offset = LANES; offset < WARP; offset *= 2) {
-                total += __shfl_xor_sync(ALL_LANES, total, offset);
+            for (int offset = TEAM_LANES; offset < WARP; offset *= 2) {
+                l += __shfl_xor_sync(ALL_LANES, l, offset);
 #pragma unroll
-                for (int k = 0; k < Row::WIDTH; k++) sum[k] += __shfl_xor_sync(ALL_LANES, sum[k], offset);
+                for (int k = 0; k < Fragment::ELEMENTS; k++) o[k] += __shfl_xor_sync(ALL_LANES, o[k], offset);
             }
-            float* const own = warp_partials + warp * (D + 2);
-            if (lane == 0) own[D] = total, own[D + 1] = of_all;
+            float* const partial = warp_partials + warp * (D + 2);
+            if (lane == 0) partial[D] = l, partial[D + 1] = warp_m;
 #pragma unroll
-            for (int k = 0; k < Row::WIDTH; k++)
-                if (lane < LANES && Row::within(k / VECTOR)) own[Row::place(k / VECTOR) + k % VECTOR] = sum[k];
+            for (int k = 0; k < Fragment::ELEMENTS; k++)
+                if (lane < TEAM_LANES && Fragment::in_range(k / BF16_VEC))
+                    partial[Fragment::feature(k / BF16_VEC) + k % BF16_VEC] = o[k];
         }
-        __syncthreads();  // the warps' sums, written above, are added up below, a thread a feature
+        __syncthreads();  // separates the writes of warp_partials from the reads below
+        // Combine the warps: thread d sums feature d of o, thread D sums l.
         for (int d = threadIdx.x; d <= D; d += THREADS) {
-            float m[WARPS], x[WARPS], of_all = minus_infinity(), all = 0.0f;
+            float ms[WARPS], x[WARPS], block_m = minus_infinity(), sum = 0.0f;
 #pragma unroll
             for (int i = 0; i < WARPS; i++) {
-                const float* const own = warp_partials + i * (D + 2);
-                m[i] = i < working ? own[D + 1] : minus_infinity(), x[i] = i < working ? own[d] : 0.0f;
-                of_all = fmaxf(of_all, m[i]);
+                const float* const partial = warp_partials + i * (D + 2);
+                ms[i] = i < active_warps ? partial[D + 1] : minus_infinity();
+                x[i] = i < active_warps ? partial[d] : 0.0f;
+                block_m = fmaxf(block_m, ms[i]);
             }
 #pragma unroll
-            for (int i = 0; i < WARPS; i++) all = fmaf(x[i], share_weight(m[i], of_all), all);
-            const int at = (row * M::HEADS + head) * SHARES + split;
-            if (d < D) publish(a.sum + at * D + d, all, a.tag);
-            else publish(a.state + 2 * at, of_all, a.tag), publish(a.state + 2 * at + 1, all, a.tag);
+            for (int i = 0; i < WARPS; i++) sum = fmaf(x[i], rescale_factor(ms[i], block_m), sum);
+            const int index = (row * M::HEADS + head) * KV_SPLITS + split;
+            if (d < D) {
+                publish(a.split_out + index * D + d, sum, a.split_tag);
+            } else {
+                publish(a.split_stats + 2 * index, block_m, a.split_tag);
+                publish(a.split_stats + 2 * index + 1, sum, a.split_tag);
+            }
         }
-        __syncthreads();  // separates these reads of scratch from what is written there next
+        __syncthreads();  // separates the reads of warp_partials from the next writes of scratch
     }
 }
 
-// Elements d and d + 1 of a row and head's attended vector; all loads are under way at once.
+// Elements d and d + 1 of the attended vector of a row and head. Polls for all splits at once.
 template <typename M, int ROWS>
-float2 load_attended(const Attention<M, ROWS>& a, int row, int head, int d) {
-    const int place = (row * M::HEADS + head) * SHARES, visible = a.visible(row), share = a.share(row);
-    float state[SHARES][2], sum[SHARES][2], of_all = minus_infinity(), total = 0.0f, x = 0.0f, y = 0.0f;
-    bool come;
+float2 combine_splits(const Attention<M, ROWS>& a, int row, int head, int d) {
+    const int index = (row * M::HEADS + head) * KV_SPLITS, visible = a.visible(row);
+    const int split_keys = a.keys_per_split(row);
+    float stats[KV_SPLITS][2], o[KV_SPLITS][2];  // stats: m and l
+    float max_m = minus_infinity(), total = 0.0f, x = 0.0f, y = 0.0f;
+    bool ready;
     do {
-        come = true;
+        ready = true;
 #pragma unroll
-        for (int i = 0; i < SHARES; i++) {
-            state[i][0] = minus_infinity(), state[i][1] = sum[i][0] = sum[i][1] = 0.0f;
-            if (i * share >= visible) continue;
-            const bool sum_came = load_published(sum[i], a.sum + (place + i) * M::HEAD_DIM + d, a.tag);
-            come = load_published(state[i], a.state + 2 * (place + i), a.tag) && sum_came && come;
+        for (int i = 0; i < KV_SPLITS; i++) {
+            stats[i][0] = minus_infinity(), stats[i][1] = o[i][0] = o[i][1] = 0.0f;
+            if (i * split_keys >= visible) continue;  // no keys: nobody publishes this split
+            const Word* const out = a.split_out + (index + i) * M::HEAD_DIM + d;
+            const bool out_ready = load_published(o[i], out, a.split_tag);
+            const Word* const stats_words = a.split_stats + 2 * (index + i);
+            ready = load_published(stats[i], stats_words, a.split_tag) && out_ready && ready;
         }
-    } while (!come);
+    } while (!ready);
 #pragma unroll
-    for (int i = 0; i < SHARES; i++) of_all = fmaxf(of_all, state[i][0]);
+    for (int i = 0; i < KV_SPLITS; i++) max_m = fmaxf(max_m, stats[i][0]);
 #pragma unroll
-    for (int i = 0; i < SHARES; i++) {
-        const float weight = share_weight(state[i][0], of_all);
-        total = fmaf(state[i][1], weight, total);
-        x = fmaf(sum[i][0], weight, x), y = fmaf(sum[i][1], weight, y);
+    for (int i = 0; i < KV_SPLITS; i++) {
+        const float rescale = rescale_factor(stats[i][0], max_m);
+        total = fmaf(stats[i][1], rescale, total);
+        x = fmaf(o[i][0], rescale, x), y = fmaf(o[i][1], rescale, y);
     }
     return make_float2(__fdividef(x, total), __fdividef(y, total));
 }

@@ -1,4 +1,4 @@
-"""Launcher of decode_step.cu: a pass of the whole model over a few new tokens, in one kernel."""
+"""Launcher of decode_step.cu: one launch takes a few new tokens through the whole model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,18 +7,15 @@ import numpy as np
 
 from kernels.config import ModelConfig
 from kernels.cuda.runtime.device import Device
-from kernels.cuda.runtime.launch import BF16, Array, Kernel, Template
+from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel, Template, constants
 from kernels.cuda.runtime.vectors import VECTOR_BYTES
 
-MAX_ROWS = 4
-# The kernel's constants of these names.
-_WARP, _WARPS, _TILE, _STEP, _SHARES, _THREADS = 32, 12, 8, 32, 4, 384
-_REGIONS = (
-    4,
-    2,
-    1,
-)  # the first for which there is shared memory: the more, the further ahead weights are fetched
-_STATIC_BYTES = 4096  # of shared memory, at most: the statistics of norms, and what is given
+_SOURCE = "decode/decode_step.cu"
+_C = constants(_SOURCE)
+MAX_ROWS = 4  # an MMA has room for 8 rows; not tuned
+# Prefetch regions of weights in shared memory, most first. The first choice that fits is taken.
+_REGIONS = (4, 2, 1)
+_STATIC_BYTES = 4096  # at least the kernel's static shared memory: statistics of the norms, inputs, mbarriers
 
 _NORMS, _LINEARS = ("norm1", "norm2"), ("qkv", "proj", "up", "down")
 
@@ -39,23 +36,24 @@ def decode_step(
     *,
     config: ModelConfig,
 ) -> None:
-    """The final normalised stream and one head's logits of tokens (B, n) behind a cache, and their keys and values into it.
+    """Append tokens (B, n) to a cache: their final normalised stream and the first head's logits.
 
     Args:
         logits: (B n, Vp) bf16, overwritten.
         norm: (B n, C) bf16, overwritten.
-        tokens, start: (B, n) int32, as of embedding_forward.
-        length: () int32: what the cache holds; like tokens and start it may be shared with the host.
+        tokens, start: (B, n) int32, as in embedding_forward; every element of start is -length.
+        length: () int32, the number of cached tokens. It may lie in host memory, as may tokens and start.
         keys, values: (layers, B, context, KV, D) bf16, in/out.
-        weights, parameters: by name, as products and as norms and embeddings read them; each layer's at equal distances.
+        weights: by name, what matmuls read: bf16. Those of successive layers lie at one distance.
+        parameters: by name, what norms and embeddings read: fp32, at the same distance in elements.
         head: (Vp, C) bf16.
-        table: RoPE's, or None.
+        table: of RoPE, or None.
 
-    Precision: bf16 products summed in fp32; the stream is fp32, all else that a product reads, and the results, rounded to bf16.
-    Determinism: bitwise repeatable on one GPU; a row's bits do not depend on how many rows there are.
-    Cost: reads each weight once, and the cache's rows H / KV times (from L2 all but once). The model's sizes are the kernel's
-        constants, so the kernel is compiled once for each model and number of rows.
-    Memory: of its own, kept by the device, 8 bytes for each word that blocks hand over.
+    Precision: bf16 MMAs with fp32 sums; fp32 stream. All else that a matmul reads, and the results, are bf16.
+    Determinism: bitwise repeatable on one GPU; the bits of a row do not depend on the number of rows.
+    Cost: reads each weight once, and the cached keys and values H / KV times, from L2 all but once. The
+        model's sizes are template arguments: each model and number of rows is compiled by itself.
+    Memory: the device keeps a buffer of 8 bytes for each word that blocks exchange.
     """
     c = config
     assert logits.dtype == BF16 and tokens.size <= fused_rows(device, logits.dtype, c), (
@@ -65,7 +63,7 @@ def decode_step(
     assert found is not None
     template, shared_bytes = found
     words = device.persistent_buffer("words", 8 * _words(c)).view(np.uint64)
-    tags = device.persistent_buffer("tags", 8).view(np.uint32)
+    tag_counter = device.persistent_buffer("tags", 8).view(np.uint32)
     tensors: dict[str, Any] = {f"{name}_weight": parameters[f"blocks.0.{name}.weight"] for name in _NORMS} | {
         f"{name}_weight": weights[f"blocks.0.{name}.weight"] for name in _LINEARS
     }
@@ -78,32 +76,34 @@ def decode_step(
         "head_weight": head,
     }
     arrays = (logits, norm, keys, values, *tensors.values())
-    stride = _stride(c, weights, parameters)
-    aligned = all(x is None or x.data.ptr % VECTOR_BYTES == 0 for x in arrays) and stride % _TILE == 0
-    assert aligned and len(head) % _TILE == 0, "decode_step: an array is not aligned"
+    stride, tile = _layer_stride(c, weights, parameters), _C["TILE"]
+    aligned = all(x is None or x.data.ptr % VECTOR_BYTES == 0 for x in arrays) and stride % tile == 0
+    assert aligned and len(head) % tile == 0, "decode_step: an array is not aligned"
     device.launch(
-        STEP, template, device.sm_count, _THREADS, shared_bytes=shared_bytes,
-        logits=logits, norm=norm, tokens=tokens, start=start, length=length, keys=keys, values=values, words=words,
-        tag_memory=tags, table=table, **tensors, stride=stride, layers=c.layers,
+        STEP, template, device.sm_count, _C["THREADS"], shared_bytes=shared_bytes,
+        logits=logits, norm=norm, tokens=tokens, start=start, length=length, keys=keys, values=values,
+        words=words, tag_counter=tag_counter, table=table, **tensors, layer_stride=stride, layers=c.layers,
         count=tokens.shape[1], context=c.context, vocab=len(head), eps=c.norm_eps,
     )  # fmt: skip
 
 
 def fused_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int:
-    """Most rows that decode_step takes of such a model: MAX_ROWS or none, so that a row's bits do not depend on how many come.
+    """The most rows that decode_step takes of this model: MAX_ROWS, or 0 if it does not take the model.
 
-    None where the precision is another than bf16, a width is no multiple of 8, or a multiprocessor's shared memory does not hold
-    its part of the largest product's weights beside the rows, or that part has more outputs than a block has threads for.
+    It takes up to MAX_ROWS or none, so the bits of a row do not depend on the number of rows. It refuses:
+        - a precision other than bf16, or a width that TILE does not divide;
+        - a matmul with more output pairs in one block than the block has threads;
+        - weights and rows of one block that exceed the shared memory of a multiprocessor.
     """
-    even = all(width % _TILE == 0 for width in (config.dim, config.ffn, config.head_dim))
-    fits = dtype == BF16 and even and _template(config, MAX_ROWS, device.sm_count, device.shared_bytes)
+    divisible = all(width % _C["TILE"] == 0 for width in (config.dim, config.ffn, config.head_dim))
+    fits = dtype == BF16 and divisible and _template(config, MAX_ROWS, device.sm_count, device.shared_bytes)
     return MAX_ROWS if fits else 0
 
 
 def _template(c: ModelConfig, rows: int, blocks: int, shared_bytes: int) -> tuple[Template, int] | None:
-    """The kernel's template arguments and its bytes of shared memory; None where it does not fit."""
+    """The kernel's template arguments and bytes of dynamic shared memory; None if the model does not fit."""
     sizes = (blocks, c.dim, c.heads, c.kv_heads, c.head_dim, c.ffn, c.position == "rope", c.mlp == "swiglu")
-    if any(most * rows * _TILE // 2 > _THREADS for most, _, _ in _products(c, blocks)):
+    if any(max_tiles * rows * _C["PAIRS"] > _C["THREADS"] for max_tiles, _, _ in _matmuls(c, blocks)):
         return None
     for regions in _REGIONS:
         size = _shared_bytes(c, rows, regions, blocks)
@@ -112,51 +112,47 @@ def _template(c: ModelConfig, rows: int, blocks: int, shared_bytes: int) -> tupl
     return None
 
 
-def _products(c: ModelConfig, blocks: int) -> list[tuple[int, int, int]]:
-    """Of each of a layer's products a block's most tiles and items, and the bytes of its weights, as the kernel has them."""
-    width, up = (c.heads + 2 * c.kv_heads) * c.head_dim, c.ffn * (2 if c.mlp == "swiglu" else 1)
+def _matmuls(c: ModelConfig, blocks: int) -> list[tuple[int, int, int]]:
+    """Of each matmul of a layer: MAX_TILES_PER_BLOCK, MAX_ITEMS and WEIGHT_BYTES of decode_model.cuh."""
     found = []
-    for outputs, inputs in ((width, c.dim), (c.dim, c.dim), (up, c.dim), (c.dim, c.ffn)):
-        most, steps = -(-outputs // (_TILE * blocks)), -(-inputs // _STEP)
-        of_item = -(-steps // max(1, min(_WARPS // most, steps)))
-        found.append((most, most * -(-steps // of_item), most * _TILE * _row_bytes(inputs)))
+    for outputs, inputs in c.linears.values():
+        max_tiles, steps = -(-outputs // (_C["TILE"] * blocks)), -(-inputs // _C["STEP"])
+        steps_per_item = -(-steps // max(1, min(_C["WARPS"] // max_tiles, steps)))
+        splits = -(-steps // steps_per_item)
+        found.append((max_tiles, max_tiles * splits, max_tiles * _C["TILE"] * _row_bytes(inputs)))
     return found
 
 
 def _row_bytes(inputs: int) -> int:
-    """Of a row of inputs or of weights in shared memory."""
-    return (-(-inputs // 64) * 64 + 32) * BF16.itemsize
+    """Bytes from one row of inputs or weights to the next in shared memory: ROW_STRIDE."""
+    return (-(-inputs // _C["ROW_ALIGN"]) * _C["ROW_ALIGN"] + _C["ROW_PAD"]) * BF16.itemsize
 
 
 def _shared_bytes(c: ModelConfig, rows: int, regions: int, blocks: int) -> int:
-    """The regions of weights, the items' sums, and the input rows or what attention works with."""
-    products = _products(c, blocks)
-    weights = sum(max(size for _, _, size in products[region::regions]) for region in range(regions))
-    steps = -(-c.dim // _STEP)
-    weights = max(
-        weights, _WARPS * next(group for group in (4, 2, 1) if steps % group == 0) * _WARP * VECTOR_BYTES
-    )
-    sums, inputs = (
-        max(items for _, items, _ in products) * rows * _TILE * 4,
-        rows * _row_bytes(max(c.dim, c.ffn)),
-    )
-    shares = (1 + 2 * rows) * c.head_dim * 2 + _WARPS * (c.head_dim + 2) * 4
-    return weights + sums + max(inputs, shares)
+    """BYTES of the kernel: weight regions, partial sums, and input rows or attention's buffers.
+
+    The kernel computes the same sum, and does not compile if this one differs.
+    """
+    matmuls, steps = _matmuls(c, blocks), -(-c.dim // _C["STEP"])
+    weights = sum(max(size for _, _, size in matmuls[region::regions]) for region in range(regions))
+    group = next(group for group in (4, 2, 1) if steps % group == 0)
+    stage = _C["WARPS"] * group * _C["WARP"] * VECTOR_BYTES  # of the head's pipeline
+    partial_sums = max(items for _, items, _ in matmuls) * rows * _C["TILE"] * FLOAT.itemsize
+    input_rows = rows * _row_bytes(max(c.dim, c.ffn))
+    new_qkv, partials = (1 + 2 * rows) * c.head_dim, _C["WARPS"] * (c.head_dim + 2)
+    attention = new_qkv * BF16.itemsize + partials * FLOAT.itemsize
+    return max(weights, stage) + partial_sums + max(input_rows, attention)
 
 
 def _words(c: ModelConfig) -> int:
-    """What is handed over: what is given, the stream, qkv, act, and of each share m and l, and o."""
-    row = (
-        c.dim
-        + (c.heads + 2 * c.kv_heads) * c.head_dim // 2
-        + c.ffn // 2
-        + c.heads * _SHARES * (2 + c.head_dim)
-    )
-    return 2 + MAX_ROWS * (2 + row)
+    """Words of the kernel's struct Exchange with MAX_ROWS rows."""
+    qkv, act = c.qkv_dim // 2, c.ffn // 2
+    splits = c.heads * _C["KV_SPLITS"] * (2 + c.head_dim)
+    return 2 + MAX_ROWS * (2 + c.dim + qkv + act + splits)
 
 
-def _stride(c: ModelConfig, weights: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
-    """Elements from a tensor of one layer to that of the next, the same for all of them."""
+def _layer_stride(c: ModelConfig, weights: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
+    """Elements from a tensor of one layer to that of the next: the same for all tensors and layers."""
     distances = {
         (tensors[name.replace(".0.", f".{i}.", 1)].data.ptr - tensors[name].data.ptr)
         / (tensors[name].itemsize * i)
@@ -170,7 +166,7 @@ def _stride(c: ModelConfig, weights: Mapping[str, Any], parameters: Mapping[str,
 
 
 def _examples() -> tuple[Template, ...]:
-    """Of the many instances those that are compiled by tests: of GPT-2 and of an Euler model, and on GPUs that hold less."""
+    """Instances that tests compile: three models, on GPUs with much and with little shared memory."""
     gpt2 = ModelConfig(
         50257, 12, 12, 12, 768, 3072, 1024, norm="layernorm", position="learned", mlp="gelu", bias=True
     )
@@ -183,4 +179,4 @@ def _examples() -> tuple[Template, ...]:
     return tuple(one[0] for one in found if one)
 
 
-STEP = Kernel("decode/decode_step.cu", "decode_step", _examples(), open=True)
+STEP = Kernel(_SOURCE, "decode_step", _examples(), open=True)

@@ -1,7 +1,12 @@
-// The start of a kernel while the one before it in the stream still runs (programmatic dependent launch, sm_90 and later): launched
-// so (Kernel.dependent_launch), a kernel's blocks may begin as soon as all blocks of the one before have called
-// launch_dependents or ended. What other kernels write may be touched only after grid_dependency_wait, by which they have ended and their
-// writes are seen; a kernel that is launched early must call it. Elsewhere, and launched otherwise, both do nothing.
+// Programmatic dependent launch (PDL), sm_90 and later: a kernel starts while the previous one on the stream
+// still runs.
+//
+// A kernel launched this way (Kernel.dependent_launch) may start once every block of the previous kernel has
+// called launch_dependents or has exited. It must call grid_dependency_wait before it touches what other
+// kernels write: the call returns when the previous kernel has ended and its writes are visible.
+//
+// Both functions do nothing before sm_90. In a kernel launched otherwise, grid_dependency_wait returns at
+// once; launch_dependents matters only if the next kernel is launched this way.
 #pragma once
 
 inline void launch_dependents() {

@@ -12,8 +12,8 @@ _LINEAR = Kernel(
     dependent_launch=True,
 )
 _CONSTANTS = constants("matmul/linear_rows.cu")
-_WARP, _WARPS, _PARTS = (_CONSTANTS[name] for name in ("WARP", "WARPS", "PARTS"))
-_BLOCKS_A_PROCESSOR = 4  # more would not be resident at once
+_WARP, _WARPS, _VECS = (_CONSTANTS[name] for name in ("WARP", "WARPS", "VECS"))
+_BLOCKS_PER_SM = 4  # more would not be resident at once
 
 
 def linear_rows(device: Device, out: Array, inp: Array, weight: Array, bias: Array | None = None) -> None:
@@ -24,10 +24,10 @@ def linear_rows(device: Device, out: Array, inp: Array, weight: Array, bias: Arr
     outputs, inputs = weight.shape
     size = vector_size(inputs, weight, inp)
     splits = 1  # warps that share two outputs: so many that each has PARTS vectors a lane, if it can be
-    while splits < _WARPS and splits * _PARTS * _WARP * size < inputs:
+    while splits < _WARPS and splits * _VECS * _WARP * size < inputs:
         splits *= 2
     pairs, group = -(-outputs // 2), _WARPS // splits
-    blocks = min(-(-pairs // group), _BLOCKS_A_PROCESSOR * device.sm_count)
+    blocks = min(-(-pairs // group), _BLOCKS_PER_SM * device.sm_count)
     device.launch(
         _LINEAR, (weight.dtype, size, len(inp)), blocks, (_WARP, splits, group),
         out=out, inp=inp, weight=weight, bias=bias, pairs=pairs, outputs=outputs, inputs=inputs,

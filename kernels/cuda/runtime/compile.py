@@ -86,14 +86,19 @@ def _write(path: Path, content: bytes) -> None:
 
 @cache
 def sources(source: str) -> str:
-    """The text of the file and of every header that it includes, directly or not."""
-    found: list[Path] = [FOLDER / source]
-    for path in found:  # grows while it is gone through
-        for name in re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
+    """The text of the file, after the text of every header that it includes, directly or not."""
+    found: dict[Path, str] = {}
+
+    def read(path: Path) -> None:
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r'^#include "([^"]+)"', text, re.MULTILINE):
             header = next(folder / name for folder in (path.parent, INCLUDE) if (folder / name).is_file())
             if header not in found:
-                found.append(header)
-    return "\0".join(path.read_text(encoding="utf-8") for path in found)
+                read(header)
+        found[path] = text
+
+    read(FOLDER / source)
+    return "\n".join(found.values())
 
 
 @cache

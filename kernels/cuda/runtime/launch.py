@@ -43,8 +43,7 @@ def constants(source: str, **template: int) -> dict[str, int]:
         template: values of template parameters, for constants that depend on them; of a type, its bytes.
     """
     found: dict[str, int] = dict(template)
-    text = "\n".join(reversed(sources(source).split("\0")))  # a header's constants before those that use them
-    text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r"//[^\n]*", "", sources(source))
     text = re.sub(r"(?<=\w)<[\w, ]+>", "", text).replace("sizeof(unsigned)", "4")
     text = re.sub(r"sizeof\((\w+)\)", r"\1", text)
     for declaration in re.findall(r"constexpr (?:int|unsigned) (\w[^;]*);", text):
