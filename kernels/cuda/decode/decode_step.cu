@@ -68,6 +68,16 @@ void broadcast_inputs(int* inputs, Word* words, int input, unsigned tag) {
     __syncthreads();  // separates the writes of `inputs` from all reads
 }
 
+// The rotation of the thread's pair of qkv. It is left as it is if the pair is not rotated.
+template <typename M, int ROWS>
+void load_rotation(float& cosine, float& sine, const float* table, const int* positions) {
+    constexpr int HEAD_DIM = M::HEAD_DIM, ROTATED = (M::HEADS + M::KV_HEADS) * HEAD_DIM;
+    if (const OutputPair<Matmul<M, QKV>, ROWS> out; M::ROPE && out.valid && out.first < ROTATED) {
+        const float* const angles = table + (long long)positions[out.row] * HEAD_DIM;
+        cosine = angles[out.first % HEAD_DIM], sine = angles[HEAD_DIM / 2 + out.first % HEAD_DIM];
+    }
+}
+
 // smem_x = the attended rows, of width DIM.
 template <typename M, int ROWS>
 void load_attended(bf16* smem_x, const Attention<M, ROWS>& attention) {
@@ -161,11 +171,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         load_embedding(x, out.row, out.first / FP32_VEC * FP32_VEC);
         own[0] = out.first % FP32_VEC ? x[2] : x[0], own[1] = out.first % FP32_VEC ? x[3] : x[1];
     }
-    if (const OutputPair<Matmul<M, QKV>, ROWS> out;
-        ROPE && out.valid && out.first < (HEADS + KV_HEADS) * HEAD_DIM) {
-        const float* const angles = table + (long long)positions[out.row] * HEAD_DIM;
-        cosine = angles[out.first % HEAD_DIM], sine = angles[HEAD_DIM / 2 + out.first % HEAD_DIM];
-    }
+    load_rotation<M, ROWS>(cosine, sine, table, positions);
     const auto add_to_stream = [&](const auto& out, float a, float b, unsigned tag) {
         own[0] += a, own[1] += b;
         if (out.valid) publish_two(exchange.stream + out.row * DIM + out.first, own[0], own[1], tag);
