@@ -16,7 +16,7 @@ from typing import Any
 
 from stages.program import stage_main
 from stages.settings import Settings
-from stages.sources.chat_formats import ROW_KEYS, Conversation, LeftOut, read_conversations
+from stages.sources.chat_formats import ROW_KEYS, Conversation, LeftOut, parse_conversations
 from stages.sources.corpus import (
     SPLITS,
     TRAIN,
@@ -24,14 +24,14 @@ from stages.sources.corpus import (
     Conversations,
     Corpus,
     Document,
-    Validation,
+    HoldoutRule,
     divide,
+    hash_fraction,
     limited,
     mix,
-    place,
 )
-from stages.sources.records import Opened, open_source, read_source
-from stages.text_files import RowWriter, atomic_file, write_json, writing
+from stages.sources.records import OpenedSource, open_source, read_source
+from stages.text_files import RowWriter, atomic_file, wrap_write_errors, write_json
 
 FOLDER = Path("data/download")
 DOCUMENTS = {split: FOLDER / f"{split}.jsonl.zst" for split in SPLITS}
@@ -52,7 +52,7 @@ def run(settings: Settings, *, folder: Path = FOLDER) -> None:
         ValueError: a source can't be read, or a split would be empty.
     """
     manifest = folder / MANIFEST.name
-    with writing(manifest):
+    with wrap_write_errors(manifest):
         manifest.unlink(missing_ok=True)  # what it described is about to be replaced
     sections = {
         "corpus": write_corpus(settings.corpus, folder),
@@ -101,7 +101,7 @@ def write_conversations(conversations: Conversations, folder: Path) -> dict[str,
         return _write_conversations(replace(conversations, validation=more), folder, again)
 
 
-def _hold_out_one(section: str, validation: Validation, least: float) -> Validation:
+def _hold_out_one(section: str, validation: HoldoutRule, least: float) -> HoldoutRule:
     """The validation that holds out one document where the fraction asked for, of so few, holds out none; says so."""
     print(
         f"{section}: validation.fraction = {validation.fraction:g} of so few holds out none, so one is held out"
@@ -110,11 +110,11 @@ def _hold_out_one(section: str, validation: Validation, least: float) -> Validat
 
 
 def _write_conversations(conversations: Conversations, folder: Path, unread: LeftOut) -> dict[str, Any]:
-    opened = [open_source(source, ROW_KEYS, keep_damaged=True) for source in conversations.sources]
+    opened = [open_source(source, ROW_KEYS) for source in conversations.sources]
     limit, left_out = conversations.max_chars, {"too_long": 0, "repeated": 0}
     seen: set[bytes] = set()
     streams = [
-        _chosen(read_conversations(source, one.records, limit, unread), limit, seen, left_out)
+        _chosen(parse_conversations(source, one.records, limit, unread), limit, seen, left_out)
         for source, one in zip(conversations.sources, opened, strict=True)
     ]
     paths = [folder / path.name for path in CONVERSATIONS.values()]
@@ -155,7 +155,7 @@ def _chosen(
 def _write(
     section: str,
     settings: Corpus | Conversations,
-    opened: Sequence[Opened],
+    opened: Sequence[OpenedSource],
     streams: Sequence[Iterator[Document]],
     paths: Sequence[Path],
 ) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _write(
         }
         for index, document in mix(bounded, [source.weight for source in sources]):
             if validations[index] is settings.validation:
-                least = min(least, place(document.text))
+                least = min(least, hash_fraction(document.text))
             unmatched -= {glob for glob in validations[index].documents if fnmatchcase(document.name, glob)}
             for split, part in divide(document, validations[index]):
                 writers[split].write(part.row())

@@ -23,7 +23,7 @@ from stages.shard_format import (
     header,
     shard_path,
 )
-from stages.text_files import atomic_file, write_json, writing
+from stages.text_files import atomic_file, wrap_write_errors, write_json
 
 MAX_SHARDS = 100_000  # five digits in the name
 # llm.c aborts on a shard that is shorter than a batch. Its batches for GPT-2 have 2^19 tokens.
@@ -154,7 +154,7 @@ def write_shard(path: Path, tokens: NDArray[np.integer[Any]], vocab_size: int) -
 
 def clear(folder: Path) -> None:
     """Makes the folder and takes index.json and every earlier shard out of it, index first."""
-    with writing(folder):
+    with wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INDEX).unlink(missing_ok=True)
         for split in SPLITS:

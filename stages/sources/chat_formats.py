@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from stages.sources.corpus import Document, Source
 from stages.sources.plays import scenes
-from stages.sources.records import Record
+from stages.sources.rows import InputRecord
 
 ROW_KEYS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output")
 # The keys of each shape that a row is told by, in this order.
@@ -93,8 +93,8 @@ class LeftOut:
             print(f"left out: {error}", file=sys.stderr)
 
 
-def read_conversations(
-    source: Source, records: Iterator[Record], max_chars: int | None, left_out: LeftOut
+def parse_conversations(
+    source: Source, records: Iterator[InputRecord], max_chars: int | None, left_out: LeftOut
 ) -> Iterator[Conversation]:
     """Conversations of a source's records in order, also those that are too long, which the caller counts.
 
@@ -117,7 +117,7 @@ def read_conversations(
 
 
 def _turns(
-    source: Source, record: Record, max_chars: int | None, left_out: LeftOut
+    source: Source, record: InputRecord, max_chars: int | None, left_out: LeftOut
 ) -> Iterator[Sequence[tuple[Any, Any]]]:
     if isinstance(record.value, ValueError):
         left_out.bad_row(record.value)

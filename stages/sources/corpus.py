@@ -25,13 +25,13 @@ CORPUS_FORMATS = ("auto", "play")
 CONVERSATION_FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "alpaca", "play", "chatterbot")
 
 
-def place(text: str) -> float:
+def hash_fraction(text: str) -> float:
     """Where a text's hash falls in [0, 1): a fraction f holds out the texts below f."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2.0**64
 
 
 @dataclass(frozen=True)
-class Validation:
+class HoldoutRule:
     """How the held-out part is chosen: one of the three is set, the others keep their zeros."""
 
     documents: tuple[str, ...] = ()  # globs over the documents' names
@@ -56,7 +56,7 @@ class Validation:
         """Whether the document `name`, or all whose hashed part is `text`, belongs to the validation split."""
         if self.documents:
             return any(fnmatchcase(name, pattern) for pattern in self.documents)
-        return place(text) < self.fraction
+        return hash_fraction(text) < self.fraction
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Source:
     text_key: str = "text"  # the key of a row (jsonl, parquet, hf) that holds the document
     max_bytes: int | None = None  # UTF-8 bytes of text after which the source ends; None: no limit
     max_exchanges: int = 1  # play and chatterbot: questions and answers in one conversation, at most
-    validation: Validation = field(default_factory=Validation)  # instead of the section's
+    validation: HoldoutRule = field(default_factory=HoldoutRule)  # instead of the section's
     files: tuple[str, ...] = ()  # globs: paths inside the wheel, or paths on this machine
     package: str = ""  # name on the package index
     version: str = ""
@@ -116,7 +116,7 @@ class Source:
 
 
 def _check_section(
-    section: str, sources: Sequence[Source], validation: Validation, formats: Sequence[str]
+    section: str, sources: Sequence[Source], validation: HoldoutRule, formats: Sequence[str]
 ) -> None:
     if not sources:
         raise ValueError(f"{section}.sources is empty: name at least one source")
@@ -151,7 +151,7 @@ class Corpus:
 
     name: str
     sources: tuple[Source, ...]
-    validation: Validation
+    validation: HoldoutRule
     local_path: str = NOTHING  # the file or folder of this machine that holds all that the sources read there
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ class Conversations:
 
     name: str
     sources: tuple[Source, ...]
-    validation: Validation
+    validation: HoldoutRule
     max_chars: int | None = None  # longer conversations, all messages together, are left out; None: no limit
     on_bad_row: Literal["leave_out", "error"] = "leave_out"
     local_path: str = NOTHING  # the file or folder of this machine that holds all that the sources read there
@@ -193,7 +193,7 @@ class Document:
         return {"text": self.text, "source": self.name}
 
 
-def divide(document: Document, validation: Validation) -> Iterator[tuple[str, Document]]:
+def divide(document: Document, validation: HoldoutRule) -> Iterator[tuple[str, Document]]:
     """The document's parts as pairs (split, part), split TRAIN or VAL; only `tail` makes more than one part."""
     if not validation.tail:
         yield (VAL if validation.holds_out(document.name, document.text) else TRAIN), document

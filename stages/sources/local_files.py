@@ -27,7 +27,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
         matched = list(_expand(str(Path(pattern).expanduser())))
         if not matched:
             raise ValueError(
-                f"files: {shown(pattern)}: no such file; paths are relative to the repository's root"
+                f"files: {display_name(pattern)}: no such file; paths are relative to the repository's root"
             )
         found.update(matched)
     kept: dict[str, Path] = {}
@@ -36,17 +36,17 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     return sorted(kept.values(), key=Path.as_posix)
 
 
-def tell_undecodable(paths: Sequence[Path]) -> None:
+def warn_undecodable(paths: Sequence[Path]) -> None:
     """Names the files whose names are not UTF-8: DVC, which hashes the folder, ends with an error that names none."""
     for path in paths:
-        if "\ufffd" in shown(path) and not str(path).isprintable():
+        if "\ufffd" in display_name(path) and not str(path).isprintable():
             print(
-                f"note: {shown(path)}: the name is not UTF-8, so DVC cannot hash its folder; rename it",
+                f"note: {display_name(path)}: the name is not UTF-8, so DVC cannot hash its folder; rename it",
                 file=sys.stderr,
             )
 
 
-def shown(name: str | Path) -> str:
+def display_name(name: str | Path) -> str:
     """A file's name as text: bytes that are not UTF-8 become U+FFFD."""
     return os.fsencode(name).decode("utf-8", errors="replace")
 
@@ -59,7 +59,7 @@ def _expand(pattern: str) -> Iterator[Path]:
     if fixed == len(parts):
         if start.is_dir():
             raise ValueError(
-                f"files: {shown(start)} is a folder; write {shown(start / '**' / '*')} for all that is in it"
+                f"files: {display_name(start)} is a folder; write {display_name(start / '**' / '*')} for all that is in it"
             )
         if os.path.lexists(start):
             yield _checked(start)
@@ -96,7 +96,7 @@ def _enters(path: Path, top: str) -> bool:
         return True
     real = os.path.realpath(path)
     if real != top and not real.startswith(top + os.sep):
-        raise ValueError(f"{shown(path)}: a link to the folder {shown(real)}: DVC does not look behind it for changes; copy the "
+        raise ValueError(f"{display_name(path)}: a link to the folder {display_name(real)}: DVC does not look behind it for changes; copy the "
                          "folder, or name it as local_path and in files")  # fmt: skip
     return False
 
@@ -107,11 +107,11 @@ def _checked(path: Path) -> Path:
         mode = path.stat().st_mode
     except OSError as error:  # a broken link, or one that leads to itself
         raise ValueError(
-            f"{shown(path)}: cannot be read: {error.strerror}; remove it or leave it out of files"
+            f"{display_name(path)}: cannot be read: {error.strerror}; remove it or leave it out of files"
         ) from None
     if not stat.S_ISREG(mode):
         raise ValueError(
-            f"{shown(path)}: a pipe, socket or device, not a file; remove it or leave it out of files"
+            f"{display_name(path)}: a pipe, socket or device, not a file; remove it or leave it out of files"
         )
     return path
 

@@ -79,7 +79,7 @@ def _closed(speaker: str, lines: list[str], directions: list[str]) -> Iterator[P
         yield Part("direction", (direction,))
 
 
-def printed(markdown: str) -> str:
+def printed_play(markdown: str) -> str:
     """Text of the printed play, one trailing newline."""
     parts = []
     for part in parse(markdown):

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from stages.sources.chat_formats import Conversation, LeftOut, play_conversations, read_conversations
+from stages.sources.chat_formats import Conversation, LeftOut, parse_conversations, play_conversations
 from stages.sources.corpus import Source
-from stages.sources.records import Record
+from stages.sources.rows import InputRecord
 
 SCENES = """## ACT I
 
@@ -43,7 +43,7 @@ b3
 def read(value: Any, shape: str = "auto", left_out: LeftOut | None = None, **keys: Any) -> list[Conversation]:
     source = Source("local", files=("x",), format=shape, **keys)
     return list(
-        read_conversations(source, iter([Record("x", "x, line 7", value)]), None, left_out or LeftOut())
+        parse_conversations(source, iter([InputRecord("x", "x, line 7", value)]), None, left_out or LeftOut())
     )
 
 
@@ -202,8 +202,8 @@ def test_bad_rows_are_left_out_counted_and_the_first_named(capsys: pytest.Captur
     source = Source("local", files=("x",))
     good = chat(("user", "q"), ("assistant", "a"))
     values = [row for bad, _ in BAD_ROWS for row in (bad, good)]
-    records = (Record("x", f"x, line {number}", value) for number, value in enumerate(values, start=1))
-    assert len(list(read_conversations(source, records, None, left_out))) == len(BAD_ROWS)
+    records = (InputRecord("x", f"x, line {number}", value) for number, value in enumerate(values, start=1))
+    assert len(list(parse_conversations(source, records, None, left_out))) == len(BAD_ROWS)
     assert left_out.bad_rows == len(BAD_ROWS)
     said = capsys.readouterr().err.splitlines()
     assert [line.split(": expected")[0].split(": not")[0] for line in said] == [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stages.sources.corpus import Source
-from stages.sources.local_files import find_files, shown
+from stages.sources.local_files import display_name, find_files
 from stages.sources.records import open_source, read_source
 
 
@@ -142,5 +142,5 @@ def test_names_that_are_not_utf8_are_written_with_replacements(capsys: pytest.Ca
     Path(names[0]).write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"caf\ufffd[.]txt: not UTF-8 at byte 0"):
         list(read_source(source, open_source(source, ("text",)).records))
-    print(shown(names[0]))
+    print(display_name(names[0]))
     assert capsys.readouterr().out == "t/caf\ufffd.txt\n"

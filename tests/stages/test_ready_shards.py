@@ -14,7 +14,7 @@ from stages import ready_shards, shard, train_bpe
 from stages.batches import PretrainBatches
 from stages.download import write_corpus
 from stages.shard_format import BLOCK_TOKENS, ShardSet, open_split
-from stages.sources.corpus import Corpus, Validation
+from stages.sources.corpus import Corpus, HoldoutRule
 from stages.tokenizer import Tokenizer
 from stages.tokenizer.file_format import BYTE_ORDER, _written
 
@@ -39,7 +39,7 @@ def gpt2(tmp_path: Path) -> Tokenizer:
         json.dumps({text: token for token, text in enumerate(written)}), encoding="utf-8"
     )
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]), encoding="utf-8")
-    write_corpus(Corpus("none", (), Validation()), tmp_path)
+    write_corpus(Corpus("none", (), HoldoutRule()), tmp_path)
     section = SimpleNamespace(pretrained=folder, special_tokens=(SEPARATOR,), sample_bytes=100)
     settings: Any = SimpleNamespace(train_bpe=section, runtime=SimpleNamespace(threads=1))
     train_bpe.run(settings, train=tmp_path / "train.jsonl.zst", tokenizer=tmp_path / "tokenizer.json")
