@@ -42,7 +42,7 @@ def gpt2(tmp_path: Path) -> Tokenizer:
     write_corpus(Corpus("none", (), HoldoutRule()), tmp_path)
     section = SimpleNamespace(pretrained=folder, special_tokens=(SEPARATOR,), sample_bytes=100)
     settings: Any = SimpleNamespace(train_bpe=section, runtime=SimpleNamespace(threads=1))
-    train_bpe.run(settings, train=tmp_path / "train.jsonl.zst", tokenizer=tmp_path / "tokenizer.json")
+    train_bpe.run(settings, train=tmp_path / "train.jsonl.zst", tokenizer_path=tmp_path / "tokenizer.json")
     return Tokenizer.load(tmp_path / "tokenizer.json")
 
 
@@ -68,7 +68,7 @@ def run(folder: Path, take: Path) -> dict[str, ShardSet]:
         settings,
         train=folder / "no",
         val=folder / "no",
-        tokenizer=folder / "tokenizer.json",
+        tokenizer_path=folder / "tokenizer.json",
         folder=folder / "shard",
     )
     words = Tokenizer.load(folder / "tokenizer.json")
@@ -140,11 +140,11 @@ LATE = [1] * (BLOCK_TOKENS + 5) + [271]  # behind the first piece
 SPOIL: dict[str, tuple[Callable[[Path], object], str]] = {
     "id of a larger vocabulary": (
         replaced("fineweb_val_000000.bin", llmc_bytes([1, 2, 300])),
-        r"val_000000\.bin: expected ids below 271, the vocabulary that train_bpe\.pretrained gives, found 300 at token 2; take",
+        r"val_000000\.bin: expected ids below 271, the vocabulary of train_bpe\.pretrained, found 300 at token 2; set",
     ),
     "id in a later piece": (
         replaced("fineweb_val_000000.bin", llmc_bytes(LATE)),
-        r"found 271 at token 32773; take",
+        r"found 271 at token 32773; set train_bpe\.pretrained",
     ),
     "cut": (
         replaced("fineweb_train_000001.bin", llmc_bytes([1, 2, 3])[:-1]),
@@ -176,7 +176,7 @@ SPOIL: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no text": (
         replaced("fineweb_val_000000.bin", llmc_bytes([270])),
-        r"expected tokens of text in its split, found special",
+        r"expected tokens of text in its split, found only special",
     ),
 }
 

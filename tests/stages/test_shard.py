@@ -54,7 +54,7 @@ def run(folder: Path, train: list[str], val: list[str], tokens_per_shard: int = 
         write_documents(folder / f"{split}.jsonl.zst", texts)
     settings: Any = SimpleNamespace(shard=SimpleNamespace(tokens_per_shard=tokens_per_shard, pretokenized=None))
     paths = {"train": folder / "train.jsonl.zst", "val": folder / "val.jsonl.zst"}
-    shard.run(settings, tokenizer=folder / "tokenizer.json", folder=folder / "shard", **paths)
+    shard.run(settings, tokenizer_path=folder / "tokenizer.json", folder=folder / "shard", **paths)
 
 
 def crc32_of(ids: list[int]) -> str:
@@ -86,8 +86,8 @@ def test_stage_writes_what_it_says(
         },
     }  # fmt: skip
     assert capsys.readouterr().out.splitlines() == [
-        "train: 3 documents, 10 bytes, 13 tokens (0.77 bytes a token), 2 shards",
-        "val: 1 documents, 3 bytes, 4 tokens (0.75 bytes a token), 1 shards",
+        "train: 3 documents, 10 bytes, 13 tokens (0.77 bytes per token), 2 shards",
+        "val: 1 documents, 3 bytes, 4 tokens (0.75 bytes per token), 1 shards",
     ]
 
 
