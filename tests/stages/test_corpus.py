@@ -14,9 +14,9 @@ from stages.sources.corpus import (
     Document,
     HoldoutRule,
     Source,
-    divide,
-    limited,
+    limit_bytes,
     mix,
+    split_document,
 )
 from stages.text_files import RowWriter, atomic_file
 
@@ -100,9 +100,9 @@ def test_without_weights_all_of_every_source() -> None:
 def test_byte_limit_counts_the_document_that_reaches_it() -> None:
     """Catches a limit that is off by one document, and one that reads a document too many from the network."""
     stream = iter(documents("a", [4, 4, 4, 4]))
-    assert [d.size for d in limited(stream, 8)] == [4, 4]
+    assert [d.size for d in limit_bytes(stream, 8)] == [4, 4]
     assert len(list(stream)) == 2
-    assert len(list(limited(iter(documents("a", [4, 4])), None))) == 2
+    assert len(list(limit_bytes(iter(documents("a", [4, 4])), None))) == 2
 
 
 def test_fraction_depends_on_the_text_alone() -> None:
@@ -118,8 +118,8 @@ def test_fraction_depends_on_the_text_alone() -> None:
 def test_documents_are_held_out_whole_by_name() -> None:
     """Catches globs over the text instead of the name."""
     validation = HoldoutRule(documents=("*/b.txt",))
-    assert [split for split, _ in divide(Document("x/b.txt", "text", 4), validation)] == [VAL]
-    assert [split for split, _ in divide(Document("x/a.txt", "x/b.txt", 7), validation)] == [TRAIN]
+    assert [split for split, _ in split_document(Document("x/b.txt", "text", 4), validation)] == [VAL]
+    assert [split for split, _ in split_document(Document("x/a.txt", "x/b.txt", 7), validation)] == [TRAIN]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_documents_are_held_out_whole_by_name() -> None:
 )
 def test_tail_loses_nothing(text: str) -> None:
     """Catches a cut that drops or doubles a character, counts characters as bytes, or yields an empty part."""
-    parts = list(divide(Document("a", text, len(text.encode())), HoldoutRule(tail=0.3)))
+    parts = list(split_document(Document("a", text, len(text.encode())), HoldoutRule(tail=0.3)))
     assert "".join(part.text for _, part in parts) == text
     assert all(part.size == len(part.text.encode()) > 0 for _, part in parts)
     assert [split for split, _ in parts] in ([TRAIN, VAL], [VAL])
@@ -135,7 +135,7 @@ def test_tail_loses_nothing(text: str) -> None:
 
 def test_tail_is_cut_at_a_line() -> None:
     """Catches a validation text that begins within a word."""
-    parts = dict(divide(Document("a", "aaaa\nbbbb\ncccc\n", 15), HoldoutRule(tail=0.4)))
+    parts = dict(split_document(Document("a", "aaaa\nbbbb\ncccc\n", 15), HoldoutRule(tail=0.4)))
     assert (parts[TRAIN].text, parts[VAL].text) == ("aaaa\n", "bbbb\ncccc\n")
 
 

@@ -128,7 +128,7 @@ def test_bad_rows_and_empty_answers_are_counted(here: Path, capsys: pytest.Captu
     assert facts["train"]["count"] + facts["val"]["count"] == 20
     said = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in said[:2]] == ["left out: pairs.jsonl"] * 2
-    assert said[2] == "conversations: 2 bad rows left out; on_bad_row=error ends at the first"
+    assert said[2] == "conversations: 2 bad rows left out; conversations.on_bad_row=error stops at the first"
     with pytest.raises(ValueError, match=r"^pairs\.jsonl, line 22: expected messages, "):
         download.write_conversations(replace(section, on_bad_row="error"), here / "out")
 
