@@ -16,7 +16,7 @@ from stages.download import write_corpus
 from stages.shard_format import BLOCK_TOKENS, ShardSet, open_split
 from stages.sources.corpus import Corpus, HoldoutRule
 from stages.tokenizer import Tokenizer
-from stages.tokenizer.file_format import BYTE_ORDER, _written
+from stages.tokenizer.file_format import BYTE_ORDER, token_text
 
 SEPARATOR = "<|endoftext|>"
 TEXTS = ["the other theme", "of the mother", "to be, or not to be", "caf\u00e9"]
@@ -31,7 +31,7 @@ def llmc_bytes(ids: list[int], magic: int = 20240520, version: int = 1) -> bytes
 def gpt2(tmp_path: Path) -> Tokenizer:
     """A tokenizer in GPT-2's two files, taken by the stage train_bpe without any text."""
     learned = Tokenizer.train(TEXTS, 270, [])
-    written = [_written(token) for token in learned.token_bytes] + [SEPARATOR]
+    written = [token_text(token) for token in learned.token_bytes] + [SEPARATOR]
     merges = [f"{written[left]} {written[right]}" for left, right, _ in learned.merges]
     folder = tmp_path / "gpt2"
     folder.mkdir()

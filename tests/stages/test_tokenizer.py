@@ -70,7 +70,7 @@ def joined(word: tuple[int, ...], pair: tuple[int, int], token: int) -> tuple[in
 
 
 def naive_merges(texts: list[bytes], num_tokens: int) -> list[tuple[int, int, int]]:
-    """Count all pairs anew for every merge; the most frequent, then the smallest, wins."""
+    """Recount all pairs for every merge; the most frequent, then the smallest, wins."""
     counts = Counter(
         tuple(BYTE_ORDER.index(byte) for byte in word) for text in texts for word in words_of(text)
     )
