@@ -80,7 +80,8 @@ def write_corpus(corpus: Corpus, folder: Path) -> dict[str, Any]:
         return _write_corpus(corpus, folder)
     except NothingHeldOutError as error:
         return _write_corpus(
-            replace(corpus, validation=_hold_out_one("corpus", corpus.validation, error.smallest_hash)), folder
+            replace(corpus, validation=_hold_out_one("corpus", corpus.validation, error.smallest_hash)),
+            folder,
         )
 
 

@@ -100,9 +100,7 @@ def count_tokens(path: Path, hint: str = FIX_HINT) -> int:
         raise ValueError(f"{path}: not found; {hint}")
     size = path.stat().st_size
     if size < HEADER_BYTES:
-        raise ValueError(
-            f"{path}: expected a header of {HEADER_BYTES} bytes, found a file of {size}; {hint}"
-        )
+        raise ValueError(f"{path}: expected a header of {HEADER_BYTES} bytes, found a file of {size}; {hint}")
     magic, version, tokens = np.fromfile(path, "<i4", 3).tolist()
     if magic != MAGIC:
         raise ValueError(f"{path}: expected magic number {MAGIC}, found {magic}: no token shard; {hint}")
@@ -212,7 +210,9 @@ class ShardSet:
             if found[i : i + CRC_DIGITS] != expected:
                 first = number * BLOCK_TOKENS
                 last = min(first + BLOCK_TOKENS, block * BLOCK_TOKENS + ids.size) - 1
-                problem = f"expected CRC-32 {expected}, found {found[i : i + CRC_DIGITS]}: the file has changed"
+                problem = (
+                    f"expected CRC-32 {expected}, found {found[i : i + CRC_DIGITS]}: the file has changed"
+                )
                 raise ValueError(f"{path}: tokens {first} to {last}: {problem}; {self.fix_hint}")
 
 

@@ -208,7 +208,7 @@ def atomic_replace(path: Path) -> Iterator[Path]:
         with wrap_write_errors(path):
             partial.chmod(mode)  # safetensors creates files that only their owner can read
             with partial.open("rb+") as stream:
-                os.fsync(stream.fileno())  # without it a power cut can leave an empty file under the final name
+                os.fsync(stream.fileno())  # else a power cut can leave an empty file under the final name
             os.replace(partial, path)
     except OSError as error:  # raised by the block, which may read as well as write
         if error.errno in _WRITE_ERRORS:

@@ -198,7 +198,8 @@ def _conversation(turns: Sequence[tuple[Any, Any]], where: str, left_out: LeftOu
         raise ValueError(f"{where}: expected a system message only before all others, got {roles}")
     if rest and rest[0][0] == "assistant":
         rest = rest[1:]
-    exchanges = zip(rest[::2], rest[1::2], strict=False)  # alternating roles; an unanswered last question is dropped
+    # The roles alternate; an unanswered last question is dropped.
+    exchanges = zip(rest[::2], rest[1::2], strict=False)
     kept = [exchange for exchange in exchanges if all(content.strip() for _, content in exchange)]
     if system and not system[0][1].strip():
         system = []

@@ -19,7 +19,8 @@ KINDS = {
     "hf": ("dataset", "subset", "split", "revision"),
     "local": ("files",),
 }
-NOTHING = "conf/none"  # means "not used". It is a file that never changes, since a dependency of DVC needs a path
+# The path that means "not used". It is a file that never changes, since a dependency of DVC needs a path.
+NOTHING = "conf/none"
 CORPUS_FORMATS = ("auto", "play")
 CONVERSATION_FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "alpaca", "play", "chatterbot")
 
@@ -136,9 +137,7 @@ def _check_section(
 def check_watched(section: str, sources: Sequence[Source], local_path: str) -> None:
     """Raises ValueError if a source reads a path outside `local_path`. DVC would not notice a change there."""
     if local_path.startswith("~"):
-        raise ValueError(
-            f"{section}.local_path: DVC does not expand ~; set {Path(local_path).expanduser()}"
-        )
+        raise ValueError(f"{section}.local_path: DVC does not expand ~; set {Path(local_path).expanduser()}")
     watched = os.path.abspath(local_path)
     for path in (path for source in sources for path in source.local_paths()):
         found = os.path.abspath(Path(path).expanduser())
@@ -168,7 +167,7 @@ class Conversations:
     name: str
     sources: tuple[Source, ...]
     validation: HoldoutRule
-    max_chars: int | None = None  # characters of all messages; longer conversations are left out; None: no limit
+    max_chars: int | None = None  # of all messages; longer conversations are left out; None: no limit
     on_bad_row: Literal["leave_out", "error"] = "leave_out"
     local_path: str = NOTHING  # file or folder that holds all local files of the sources
 

@@ -48,7 +48,7 @@ def _newest_commit(source: Source) -> str:
 
     try:
         return str(HfApi().dataset_info(source.dataset, revision=source.revision).sha)
-    except Exception as error:  # the client raises errors of several HTTP libraries without a common base class
+    except Exception as error:  # the client raises errors of several libraries, without a common base
         raise _hub_error(source, error) from None
 
 

