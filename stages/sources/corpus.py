@@ -36,8 +36,8 @@ class HoldoutRule:
 
     Args:
         documents: globs of document names.
-        fraction: share of the documents, 0 to 1 (exclusive), chosen by a hash of the text (conversations: of the first question).
-        tail: share of every document, 0 to 1 (exclusive), cut from its end after a line end; not for conversations.
+        fraction: share of the documents, above 0 and below 1, chosen by a hash of the text (conversations: of the first question).
+        tail: share of every document, above 0 and below 1, cut from its end after a line end; not for conversations.
     """
 
     documents: tuple[str, ...] = ()
