@@ -36,7 +36,7 @@ class HoldoutRule:
 
     Args:
         documents: globs of document names.
-        fraction: share of the documents, above 0 and below 1, chosen by a hash of the text (conversations: of the first question).
+        fraction: share of the documents, above 0 and below 1, chosen by a hash of the text (conversations: first question).
         tail: share of every document, above 0 and below 1, cut from its end after a line end; not for conversations.
     """
 

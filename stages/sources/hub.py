@@ -1,7 +1,7 @@
 """Rows of a dataset on the Hugging Face hub: streamed, and cached in parts, so that an interrupted fetch resumes.
 
-A part holds about PART_BYTES of JSON rows. A record beside it holds its SHA-256 and the stream's state after its last row. A
-fetch reads the cached parts, checks them, and asks the hub for the rest. The dataset's commit is looked up once and cached
+A part holds about PART_BYTES of JSON rows. A record file next to it holds its SHA-256 and the stream's state after its last
+row. A fetch reads and checks the cached parts, and asks the hub for the rest. The dataset's commit is looked up once and cached
 with the parts, so all parts come from the same commit.
 """
 

@@ -49,7 +49,7 @@ def _open_wheel(source: Source, columns: Sequence[str]) -> OpenedSource:
 
 def _open_hub(source: Source, columns: Sequence[str]) -> OpenedSource:
     revision, rows = hub_rows(source, columns)
-    # A local folder's path is not written into the output, which is the same wherever the folder lies.
+    # Only the name of a local folder is written, so the output does not depend on its path.
     name = Path(source.dataset).name if Path(source.dataset).is_dir() else source.dataset
     facts = {"dataset": name, "subset": source.subset, "split": source.split, "revision": revision}
     return OpenedSource(
@@ -60,7 +60,7 @@ def _open_hub(source: Source, columns: Sequence[str]) -> OpenedSource:
 def _open_local(source: Source, columns: Sequence[str]) -> OpenedSource:
     paths = find_files(source.files)
     warn_undecodable(paths)
-    # An absolute path is reduced to the file's name, so the output is the same wherever the files lie.
+    # Only the name of an absolute path is written, so the output does not depend on the folder.
     names = {path: display_name(path.name if path.is_absolute() else path.as_posix()) for path in paths}
 
     def records() -> Iterator[InputRecord]:

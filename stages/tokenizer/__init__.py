@@ -102,7 +102,7 @@ class Tokenizer:
                 f"train_bpe.sample_bytes: expected at most {MAX_TRAINING_BYTES} bytes, got {data.size}"
             )
         byte_tokens = np.argsort(np.array(BYTE_ORDER)).astype(np.int32)
-        words = _words(data, ends, _threads(threads))
+        words = _distinct_words(data, ends, _threads(threads))
         num_tokens = vocab_size - len(special_tokens)
         merges = on_threads(lambda _: learn_merges(data, words, byte_tokens, num_tokens), 1)[0]
         token_bytes = [bytes([byte]) for byte in BYTE_ORDER]
@@ -254,7 +254,7 @@ def _joined(texts: Iterable[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
     return data, np.cumsum([len(part) for part in parts], dtype=np.int64)
 
 
-def _words(data: np.ndarray, ends: np.ndarray, threads: int) -> np.ndarray:
+def _distinct_words(data: np.ndarray, ends: np.ndarray, threads: int) -> np.ndarray:
     """The distinct words of the documents and their counts, as count_words gives them."""
     classes = character_classes()
     spans, _ = cut_spans(data, ends, PIECE_BYTES)

@@ -78,7 +78,7 @@ def test_section_errors() -> None:
 
 
 def test_mixture_keeps_its_shares_and_its_order() -> None:
-    """Catches shares of documents instead of bytes, an order that isn't fixed, and a mixture that goes on with one source."""
+    """Catches shares of documents instead of bytes, an order that isn't fixed, and a mixture that continues with one source."""
     books, web = documents("book", [100] * 50), documents("web", [10] * 1000)
     mixed = list(mix([iter(books), iter(web)], [0.25, 0.75]))
     assert mixed == list(mix([iter(books), iter(web)], [0.25, 0.75]))

@@ -14,7 +14,7 @@ from stages.sources.corpus import Source
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Three parquet files of 20 rows, as a dataset lies on the hub."""
+    """Three parquet files of 20 rows, in the layout of a dataset on the hub."""
     folder = tmp_path / "tiny_stories"
     (folder / "data").mkdir(parents=True)
     for number in range(3):
@@ -111,7 +111,7 @@ def test_a_broken_stream_keeps_what_came(tmp_path: Path) -> None:
     assert list(hub.cached_rows(tmp_path, Breaking)) == STORIES
 
 
-def test_a_damaged_part_is_fetched_anew(
+def test_a_damaged_part_is_fetched_again(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches bytes of a damaged cache that reach the corpus."""

@@ -68,13 +68,11 @@ def test_links_to_one_file_give_it_once() -> None:
     assert found("t/*", "t/**/*") == ["t/b.txt", "t/z.txt"]
 
 
-# DVC hashes no folder behind a link: a change there would leave the old text in place, as up to date.
+# DVC does not hash a folder that is a link: a change there would leave the old text in place, as up to date.
 def test_a_link_to_a_folder_elsewhere_is_named() -> None:
     make("t/a.txt", "away/b.txt")
     Path("t/novels").symlink_to("../away", target_is_directory=True)
-    with pytest.raises(
-        ValueError, match=r"^t/novels: a link to the folder .*away: DVC does not look behind it"
-    ):
+    with pytest.raises(ValueError, match=r"^t/novels: a link to the folder .*away: DVC does not follow it"):
         find_files(["t/**/*"])
     assert found("t/*.txt") == ["t/a.txt"]
     Path("all").symlink_to(

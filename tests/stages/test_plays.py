@@ -80,7 +80,7 @@ Sir?
 
 
 def test_printed_play() -> None:
-    """Catches marks left in the text, lost words, names not on a line of their own, and directions that split a speech."""
+    """Catches marks left in the text, lost words, names that share a line, and directions that split a speech."""
     assert printed_play(PLAY) == PRINTED
 
 
@@ -109,7 +109,7 @@ def test_words_without_a_name_stay_in_the_text_alone() -> None:
 
 
 def test_every_kind_of_part_in_order() -> None:
-    """Catches parts out of order, as when a direction is held back behind the next name."""
+    """Catches parts out of order, as when a direction is held back until after the next name."""
     kinds = [part.kind for part in parse(PLAY)]
     assert kinds == ["heading", "heading", "heading", "direction", "speech", "direction", "speech", "speech", "direction",
                      "heading", "speech", "speech"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ready-made shards: llm.c's files of GPT-2's tokens, read where they lie."""
+"""Ready-made shards: llm.c's files of GPT-2's tokens, read in place."""
 
 import json
 import struct
@@ -29,7 +29,7 @@ def llmc_bytes(ids: list[int], magic: int = 20240520, version: int = 1) -> bytes
 
 @pytest.fixture
 def gpt2(tmp_path: Path) -> Tokenizer:
-    """A tokenizer in GPT-2's two files, taken by the stage train_bpe without any text."""
+    """A tokenizer in GPT-2's two files, adopted by the stage train_bpe without any text."""
     learned = Tokenizer.train(TEXTS, 270, [])
     written = [token_text(token) for token in learned.token_bytes] + [SEPARATOR]
     merges = [f"{written[left]} {written[right]}" for left, right, _ in learned.merges]
@@ -71,9 +71,9 @@ def run(folder: Path, take: Path) -> dict[str, ShardSet]:
         tokenizer_path=folder / "tokenizer.json",
         folder=folder / "shard",
     )
-    words = Tokenizer.load(folder / "tokenizer.json")
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
     return {
-        split: open_split(folder / "shard", split, words.sha256, words.vocab_size)
+        split: open_split(folder / "shard", split, tokenizer.sha256, tokenizer.vocab_size)
         for split in ("train", "val")
     }
 
@@ -109,7 +109,7 @@ def test_files_are_one_stream(
     assert batch.tokens[2].tolist() == ids[start : start + 8]
 
 
-# A byte that changed since, or a folder that moved, reported as a fault of data/shard, which `dvc repro` could mend.
+# A byte that changed since, or a folder that moved, reported as a fault of data/shard, which `dvc repro` could fix.
 def test_changed_and_moved_files_name_shard_take(tmp_path: Path, files: dict[str, list[int]]) -> None:
     folder = tmp_path / "fineweb"
     splits = run(tmp_path, folder)
@@ -123,12 +123,12 @@ def test_changed_and_moved_files_name_shard_take(tmp_path: Path, files: dict[str
     ):
         splits["train"].read(splits["train"].tokens - 1, splits["train"].tokens)
     folder.rename(tmp_path / "elsewhere")
-    words = Tokenizer.load(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     with pytest.raises(
         ValueError,
         match=r"train_000001\.bin: not found; put the files of shard\.pretokenized = .*fineweb back, or",
     ):
-        open_split(tmp_path / "shard", "train", words.sha256, words.vocab_size)
+        open_split(tmp_path / "shard", "train", tokenizer.sha256, tokenizer.vocab_size)
 
 
 def replaced(name: str, data: bytes) -> Callable[[Path], object]:
@@ -136,7 +136,7 @@ def replaced(name: str, data: bytes) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(data)
 
 
-LATE = [1] * (BLOCK_TOKENS + 5) + [271]  # behind the first piece
+LATE = [1] * (BLOCK_TOKENS + 5) + [271]  # after the first piece
 SPOIL: dict[str, tuple[Callable[[Path], object], str]] = {
     "id of a larger vocabulary": (
         replaced("fineweb_val_000000.bin", llmc_bytes([1, 2, 300])),

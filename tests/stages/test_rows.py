@@ -35,7 +35,7 @@ def test_broken_line_is_named(line: bytes, message: str) -> None:
     assert isinstance(bad[1], ValueError) and str(bad[1]).startswith(message)
 
 
-# A corpus goes on after a damaged row and loses text without a word.
+# A corpus that skips a damaged row silently, and so loses text.
 def test_a_corpus_ends_at_a_bad_row() -> None:
     source = Source("local", files=("a.jsonl",))
     documents = read_source(source, iter(records('{"text": "one"}\n{"te')))

@@ -110,7 +110,7 @@ def test_real_tokenizer_gives_the_text_back(tmp_path: Path) -> None:
 
 
 def test_two_runs_are_equal_and_leave_nothing_of_the_first(tmp_path: Path, tokenizer: Any) -> None:
-    """Catches shards of a longer earlier run that stay behind, and outputs that hold a time or a path."""
+    """Catches shards of a longer earlier run that remain, and outputs that hold a time or a path."""
     run(tmp_path, ["a" * 100], ["b" * 30])
     run(tmp_path, ["a" * 29], ["b"])
     first = {path.name: path.read_bytes() for path in (tmp_path / "shard").iterdir()}

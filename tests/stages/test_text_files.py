@@ -1,4 +1,4 @@
-"""Plain and compressed text files, their complaints, and files that appear only when they are complete."""
+"""Plain and compressed text files, their error messages, and files that appear only when they are complete."""
 
 import errno
 import gzip
@@ -76,7 +76,7 @@ def test_byte_order_mark_of_lines(size: int, monkeypatch: pytest.MonkeyPatch) ->
     assert list(read_lines(BytesIO(b"\xef\xbb\xbf{}\n\xef\xbb\xbf\n"), "a.jsonl")) == [b"{}", b"\xef\xbb\xbf"]
 
 
-# UTF-16 of ASCII letters is valid UTF-8 with a zero beside each letter, which nobody wants to train on.
+# UTF-16 of ASCII letters is valid UTF-8 with a zero next to each letter: text that nobody wants to train on.
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("read", [lambda s, n: read_text(s, n), lambda s, n: list(read_lines(s, n))])
 def test_other_unicode_encodings_are_named(encoding: str, read: Any) -> None:
@@ -116,8 +116,8 @@ def test_compressed_as_tools_write(
     assert read_text(BytesIO(data), name) == "line\n" * 1000
 
 
-# Bytes behind the end that are no zeros may be a second file that was cut: they are not dropped in silence.
-def test_garbage_behind_the_end_is_named() -> None:
+# Bytes after the last frame that are not zero may be a second file that was cut off. Dropping them silently loses text.
+def test_garbage_after_the_end_is_named() -> None:
     with pytest.raises(ValueError, match=r"a\.txt\.gz: damaged, or not a \.gz file"):
         read_text(BytesIO(PACK[".gz"](b"line\n") + bytes(4) + b"more"), "a.txt.gz")
     with pytest.raises(ValueError, match=r"a\.txt\.gz: damaged, or not a \.gz file"):
@@ -141,10 +141,10 @@ def test_a_long_line_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     data = b"x" * (64 * 50_000)
     begun = time.process_time()
     assert [len(line) for line in read_lines(BytesIO(data + b"\ny"), "a.jsonl")] == [len(data), 1]
-    assert time.process_time() - begun < 5  # 0.05 s; joined anew each time: 80 GB are moved
+    assert time.process_time() - begun < 5  # 0.05 s; if joined again for each chunk, 80 GB are moved
 
 
-def test_suffix_behind_compression() -> None:
+def test_suffix_before_compression() -> None:
     """Catches `.zst` taken for the kind of file."""
     assert [suffix_of(name) for name in ("a.JSONL.zst", "b.tar.txt", "c.parquet.gz", "d")] == [
         ".jsonl",

@@ -1,4 +1,4 @@
-"""tokenizer.json and GPT-2's two files: what is read, and what is refused with which words."""
+"""tokenizer.json and GPT-2's two files: what is read, and the error messages of what is refused."""
 
 import json
 from collections.abc import Callable

@@ -103,7 +103,7 @@ def test_wheel_by_pip_is_kept_and_checked(
 
 
 def test_cache_that_cannot_be_made(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch the system's bare complaint, which does not say what to set."""
+    """Would catch the bare error of the system, which does not say what to set."""
     monkeypatch.setenv("NANOEULER_CACHE", str(wheel / "below a file"))
     with pytest.raises(
         ValueError,
@@ -118,10 +118,10 @@ def test_a_full_cache_is_called_full(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setenv("NANOEULER_CACHE", str(tmp_path / "cache"))
-    complaint = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+    message = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
 
     def pip(*arguments: Any, **options: Any) -> Any:
-        return subprocess.CompletedProcess([], 1, "", complaint)
+        return subprocess.CompletedProcess([], 1, "", message)
 
     def full(*arguments: Any, **options: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
