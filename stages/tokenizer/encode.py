@@ -10,8 +10,8 @@ from kernels.cpu.jit import jit
 from stages.tokenizer.pretokenizer import KEY_BYTES, Array, find_word, hash_slot, jit_nogil, word_end
 from stages.tokenizer.train import heap_pop, heap_push
 
-# Columns of `nodes` (one row per byte of a word): the token that starts there, the rows of the next and the previous token,
-# and the rank of the merge of the token with its next (-1: none).
+# Columns of `nodes`, which has one row per byte of a word: the token that starts there, the rows of the next and the previous
+# token, and the rank of its merge with the next token (-1: none).
 TOKEN, NEXT, PREVIOUS, RANK = 0, 1, 2, 3
 
 
