@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from kernels.config import ModelConfig
-from stages.text_files import file_sha256, replacing, unwritable, write_text
+from stages.text_files import atomic_replace, file_sha256, unwritable, write_text
 
 WEIGHTS = "weights.safetensors"
 MODEL = "model.json"
@@ -57,7 +57,7 @@ def write_arrays(
     path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None
 ) -> None:
     """Writes a safetensors file whole or not at all; ValueError where it cannot be written."""
-    with replacing(path) as partial:
+    with atomic_replace(path) as partial:
         try:
             save_file(
                 {name: np.asarray(array, order="C") for name, array in arrays.items()}, partial, metadata

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from stages.preflight import objections
 from stages.settings import Settings, load
-from stages.text_files import write_text, writing
+from stages.text_files import wrap_write_errors, write_text
 
 JUST_S = 2.0  # within which an error after Ctrl-C is taken for its result
 USAGE = "[key=value ...]  for example pretrain.steps=200 model=gpt2_124m +experiment=smoke; keys and values: conf/"
@@ -62,7 +62,7 @@ def alone(name: str) -> Iterator[None]:
     """
     folder, own = Path(".nanoeuler"), f"{name} (process {os.getpid()})"
     lock, running, last = FileLock(folder / "running.lock"), folder / "running", folder / "started"
-    with writing(folder):
+    with wrap_write_errors(folder):
         folder.mkdir(exist_ok=True)
         last.write_text(own, encoding="utf-8", newline="\n")
         try:

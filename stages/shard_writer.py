@@ -1,4 +1,4 @@
-"""Writing token shards: ids are streamed into files of shard.tokens_per_shard, index.json comes last."""
+"""Writing token shards: ids are streamed into files of shard.tokens_per_shard tokens. index.json is written last."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,21 +23,21 @@ from stages.shard_format import (
     header,
     shard_path,
 )
-from stages.text_files import atomic_file, write_json, writing
+from stages.text_files import atomic_file, wrap_write_errors, write_json
 
 MAX_SHARDS = 100_000  # five digits in the name
-# llm.c aborts on a shard that is shorter than a batch. Its batches for GPT-2 have 2^19 tokens.
+# Fewest tokens of a last shard. llm.c aborts on a shard shorter than a batch; its batches for GPT-2 have 2^19 tokens.
 LAST_TOKENS = 1 << 20
 
 
 def to_uint16(tokens: NDArray[np.integer[Any]], vocab_size: int) -> NDArray[np.uint16]:
-    """The ids as uint16, checked before the cast, which would wrap silently.
+    """The ids as uint16. They are checked first, since the cast wraps silently.
 
     Raises:
         ValueError: an id is not in 0 .. vocab_size - 1, or vocab_size is above 65536.
     """
     if not 1 <= vocab_size <= MAX_VOCAB:
-        raise ValueError(f"vocabulary of {vocab_size}: shards hold uint16, so expected 1 to {MAX_VOCAB}")
+        raise ValueError(f"vocabulary of {vocab_size}: expected 1 to {MAX_VOCAB} ids (shards hold uint16)")
     if tokens.size and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
         raise ValueError(
             f"token ids {tokens.min()} to {tokens.max()}: expected 0 to {vocab_size - 1}, the vocabulary"
@@ -46,41 +46,41 @@ def to_uint16(tokens: NDArray[np.integer[Any]], vocab_size: int) -> NDArray[np.u
 
 
 class ShardWriter:
-    """Writes a stream of ids as shards of tokens_per_shard.
+    """Writes a stream of ids as shards of tokens_per_shard tokens. A context manager, whose exit closes the last shard.
 
-    The last shard holds at least the smaller of tokens_per_shard and LAST_TOKENS, unless it is the only one. A shorter end is
-    joined to the shard before, which is then longer than tokens_per_shard. So a full shard stays open until the next one has
-    enough tokens. They wait in memory: at most 2 MB and the caller's piece.
+    The last shard holds at least the smaller of tokens_per_shard and LAST_TOKENS, unless it is the only one. A shorter rest is
+    appended to the shard before, which then exceeds tokens_per_shard. A full shard therefore stays open until the next one has
+    enough tokens. Those wait in memory: at most 2 MB and the caller's piece.
 
-    A shard gets its name when it is complete. Used as a context manager, which closes the last one.
+    A shard appears under its name when it is complete.
 
     Attributes:
-        tokens: how many were added.
-        files: the shards that are complete.
+        tokens: number of tokens added.
+        files: the complete shards.
     """
 
     def __init__(self, folder: Path, split: str, *, vocab_size: int, tokens_per_shard: int) -> None:
-        most = MAX_TOKENS - LAST_TOKENS  # the last shard may be that much longer
-        if not 1 <= tokens_per_shard <= most:
+        max_tokens = MAX_TOKENS - LAST_TOKENS  # the last shard may exceed tokens_per_shard by LAST_TOKENS
+        if not 1 <= tokens_per_shard <= max_tokens:
             raise ValueError(
-                f"shard.tokens_per_shard: expected 1 to {most} (counts are int32), got {tokens_per_shard}"
+                f"shard.tokens_per_shard: expected 1 to {max_tokens} (counts are int32), got {tokens_per_shard}"
             )
         self.folder, self.split = folder, split
         self.vocab_size, self.tokens_per_shard = vocab_size, tokens_per_shard
         self.tokens = 0
         self.files: list[ShardFile] = []
-        self._least = min(tokens_per_shard, LAST_TOKENS)
-        self._waiting = bytearray()  # ids that are not written yet
+        self._min_tokens = min(tokens_per_shard, LAST_TOKENS)
+        self._waiting = bytearray()  # bytes of ids that are not written yet
         self._open = ExitStack()  # the shard being written, if any
         self._file: BinaryIO | None = None
-        self._in_shard = 0  # tokens written to it: whole blocks, but at its end
+        self._in_shard = 0  # tokens written to the open shard; whole blocks until its end
         self._crc32: list[str] = []
 
     def add(self, tokens: NDArray[np.integer[Any]]) -> None:
-        """Appends ids (any integer dtype); ValueError where one is outside the vocabulary."""
+        """Appends ids (any integer dtype); ValueError if one is outside the vocabulary."""
         self._waiting += to_uint16(tokens, self.vocab_size).tobytes()
         self.tokens += tokens.size
-        while self._in_shard + len(self._waiting) // 2 >= self.tokens_per_shard + self._least:
+        while self._in_shard + len(self._waiting) // 2 >= self.tokens_per_shard + self._min_tokens:
             self._write(self.tokens_per_shard - self._in_shard)
             self._end()
         here = min(len(self._waiting) // 2, self.tokens_per_shard - self._in_shard)
@@ -105,7 +105,7 @@ class ShardWriter:
         self._file = self._open.enter_context(
             atomic_file(shard_path(self.folder, self.split, len(self.files)))
         )
-        self._file.write(bytes(HEADER_BYTES))  # its place; the count is known at the end
+        self._file.write(bytes(HEADER_BYTES))  # placeholder: the count is known at the end
         return self._file
 
     def _end(self) -> None:
@@ -124,9 +124,9 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._open.__exit__(kind, error, trace)  # removes the shard that was being written
+            self._open.__exit__(kind, error, trace)  # removes the incomplete shard
             return
-        with self._open:  # likewise after an error here
+        with self._open:  # removes the incomplete shard after an error here too
             self._write(len(self._waiting) // 2)
             if self._file is not None:
                 self._end()
@@ -141,10 +141,10 @@ def write_shard(path: Path, tokens: NDArray[np.integer[Any]], vocab_size: int) -
         vocab_size: every id must be below it.
 
     Returns:
-        What index.json says of it.
+        Its entry in index.json.
 
     Raises:
-        ValueError: an id is outside the vocabulary, or the vocabulary above 65536.
+        ValueError: an id is outside the vocabulary, or vocab_size is above 65536.
     """
     data = to_uint16(tokens, vocab_size).tobytes()
     with atomic_file(path) as file:
@@ -153,8 +153,8 @@ def write_shard(path: Path, tokens: NDArray[np.integer[Any]], vocab_size: int) -
 
 
 def clear(folder: Path) -> None:
-    """Makes the folder and takes index.json and every earlier shard out of it, index first."""
-    with writing(folder):
+    """Makes the folder, and removes index.json and then every earlier shard from it."""
+    with wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INDEX).unlink(missing_ok=True)
         for split in SPLITS:
@@ -170,13 +170,13 @@ def write_index(
     splits: Mapping[str, Counts],
     taken_from: str | None = None,
 ) -> None:
-    """Writes index.json, atomically: the last step, which makes the folder whole.
+    """Writes index.json atomically. This last step marks the folder as complete.
 
     Args:
         folder: data/shard.
-        tokenizer_sha256, vocab_size: of the tokenizer whose ids the shards hold.
-        splits: what each holds.
-        taken_from: the folder of ready-made shards, if they are such; None: they lie in `folder`.
+        tokenizer_sha256, vocab_size: of the tokenizer that made the ids.
+        splits: the counts of each split.
+        taken_from: the folder of ready-made shards; None: the shards are in `folder`.
     """
     index = {
         "tokenizer_sha256": tokenizer_sha256,

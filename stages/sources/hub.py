@@ -1,8 +1,8 @@
-"""Rows of a dataset on the hub: streamed, and kept in the user's cache in parts, so that a broken fetch goes on.
+"""Rows of a dataset on the Hugging Face hub: streamed, and cached in parts, so that an interrupted fetch resumes.
 
-A part holds the rows of about PART_BYTES of JSON; beside it stands where the stream was after its last row. A fetch
-reads the parts it has (each checked by its SHA-256) and asks the hub for the rest. The dataset's commit is looked up
-once and kept with the parts, so that all of them come from one state of it.
+A part holds about PART_BYTES of JSON rows. A record file next to it holds its SHA-256 and the stream's state after its last
+row. A fetch reads and checks the cached parts, and asks the hub for the rest. The dataset's commit is looked up once and cached
+with the parts, so all parts come from the same commit.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from stages.sources.corpus import Source
 from stages.text_files import RowWriter, atomic_file, file_sha256, read_rows, write_json
 
 PART_BYTES = 64 << 20
-_HINT = "is there a network, and are dataset, subset, split and revision right?"
+_FIX_HINT = "is there a network, and are dataset, subset, split and revision right?"
 
 
 def hub_rows(source: Source, columns: Sequence[str]) -> tuple[str | None, Iterator[dict[str, Any]]]:
-    """The commit that is read (None for a folder of this machine), and the dataset's rows, cut to `columns`.
+    """The dataset's commit (None for a local folder), and its rows, cut to `columns`.
 
     Raises:
-        ValueError: the hub can't be reached, or doesn't have the dataset, subset, split or revision.
+        ValueError: the hub cannot be reached, or does not have the dataset, subset, split or revision.
     """
     if Path(source.dataset).is_dir():
         return None, _plain_rows(_open_stream(source, None, columns))
@@ -33,13 +33,13 @@ def hub_rows(source: Source, columns: Sequence[str]) -> tuple[str | None, Iterat
     if not pinned.is_file():
         write_json(pinned, {"dataset": source.dataset, "revision": _newest_commit(source)})
     revision = json.loads(pinned.read_text(encoding="utf-8"))["revision"]
-    return revision, kept_rows(folder, lambda: _open_stream(source, revision, columns))
+    return revision, cached_rows(folder, lambda: _open_stream(source, revision, columns))
 
 
-def _complain(source: Source, error: Exception) -> ValueError:
+def _hub_error(source: Source, error: Exception) -> ValueError:
     reason = " ".join(str(error).split())[:200]
     return ValueError(
-        f"{source.label}: cannot be read from the hub ({type(error).__name__}: {reason}); {_HINT}"
+        f"{source.label}: cannot be read from the hub ({type(error).__name__}: {reason}); {_FIX_HINT}"
     )
 
 
@@ -48,12 +48,12 @@ def _newest_commit(source: Source) -> str:
 
     try:
         return str(HfApi().dataset_info(source.dataset, revision=source.revision).sha)
-    except Exception as error:  # the client raises errors of several HTTP libraries, which share no base
-        raise _complain(source, error) from None
+    except Exception as error:  # the client raises errors of several libraries, without a common base
+        raise _hub_error(source, error) from None
 
 
 def _open_stream(source: Source, revision: str | None, columns: Sequence[str]) -> Any:
-    """The dataset as an iterable with state_dict and load_state_dict, cut to those of `columns` that it has."""
+    """The dataset as an iterable with state_dict and load_state_dict, cut to those `columns` that it has."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -63,10 +63,10 @@ def _open_stream(source: Source, revision: str | None, columns: Sequence[str]) -
         )
         present = stream.column_names or list(next(iter(stream), {}))
     except Exception as error:  # as above
-        raise _complain(source, error) from None
+        raise _hub_error(source, error) from None
     if not set(columns) & set(present):
         raise ValueError(
-            f"{source.label}: its rows have the keys {sorted(present)}, none of {sorted(columns)}"
+            f"{source.label}: its rows have the keys {sorted(present)}, none of {sorted(columns)}; set text_key"
         )
     return stream.select_columns([column for column in columns if column in present])
 
@@ -74,18 +74,18 @@ def _open_stream(source: Source, revision: str | None, columns: Sequence[str]) -
 def _plain_rows(stream: Any) -> Iterator[dict[str, Any]]:
     try:
         yield from stream
-    except Exception as error:  # as above; the connection may break at any row
+    except Exception as error:  # as above; the connection can break at any row
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"the hub's stream broke off ({type(error).__name__}: {reason}); run again to go on"
+            f"the hub's stream broke off ({type(error).__name__}: {reason}); run again to go on, the rows so far are kept"
         ) from None
 
 
-def kept_rows(folder: Path, open_stream: Callable[[], Any]) -> Generator[dict[str, Any], None, None]:
-    """Rows of the parts in `folder`, then those of the stream after them, which become further parts.
+def cached_rows(folder: Path, open_stream: Callable[[], Any]) -> Generator[dict[str, Any], None, None]:
+    """Rows of the parts in `folder`, then those of the stream after them, which are written as further parts.
 
-    A part is also written when the caller stops early or the stream breaks off. Parts of which one is damaged are
-    fetched anew from that one on.
+    A part is also written when the caller stops early or the stream breaks off. From the first damaged part on, all parts are
+    fetched again.
     """
     state, number = None, 0
     while (record := _whole_part(folder, number)) is not None:
@@ -108,7 +108,7 @@ def kept_rows(folder: Path, open_stream: Callable[[], Any]) -> Generator[dict[st
 def _write_part(
     folder: Path, number: int, rows: Iterator[dict[str, Any]], stream: Any
 ) -> Generator[dict[str, Any], None, bool]:
-    """Pass rows on and write them as one part; returns whether the stream has ended."""
+    """Yield rows and write them as one part; returns whether the stream has ended."""
     size, last, interruption = 0, False, None
     with atomic_file(_part(folder, number)) as file:
         writer = RowWriter(file)
@@ -121,7 +121,7 @@ def _write_part(
             else:
                 last = True
         except (GeneratorExit, ValueError) as error:
-            interruption = error  # what came so far is kept, then the interruption goes on
+            interruption = error  # raised again after the rows so far are written
         sha256 = writer.finish()
     write_json(_record(folder, number), {"sha256": sha256, "last": last, "state": stream.state_dict()})
     if interruption is not None:
@@ -138,7 +138,7 @@ def _record(folder: Path, number: int) -> Path:
 
 
 def _whole_part(folder: Path, number: int) -> dict[str, Any] | None:
-    """What is recorded of a part, None if the part or its record is missing or damaged."""
+    """The record of a part; None if the part or its record is missing or damaged."""
     try:
         record: dict[str, Any] = json.loads(_record(folder, number).read_text(encoding="utf-8"))
         return record if file_sha256(_part(folder, number)) == record["sha256"] else None

@@ -1,8 +1,8 @@
-"""Files of this machine by globs: each real file once, in a fixed order, and nothing passed over in silence.
+"""Local files by globs: each file once, in a fixed order; nothing is skipped silently.
 
 A glob is matched segment by segment: `*`, `?` and `[...]` within a name, `**` for any number of folders. Names that begin with
-a dot are left out, unless the glob's segment begins with one. A link to a file is followed. A link to a folder is followed by
-nobody: DVC does not look behind it, so a change there would go unnoticed.
+a dot are left out, unless the glob's segment begins with one. A link to a file is followed. A link to a folder is not: DVC does
+not follow it either, so it would not notice a change there.
 """
 
 import os
@@ -15,19 +15,19 @@ from pathlib import Path
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
-    """The files that the globs name, sorted by path.
+    """The files that the globs match, sorted by path.
 
-    Of several links to one file, and the file itself, one is kept: the file, else the first by name.
+    Of a file and its links only one path is kept: that of the file if matched, else the first link by name.
 
     Raises:
-        ValueError: a glob matches no file; or it matches a broken link, a link to a folder elsewhere, a pipe, socket or device.
+        ValueError: a glob matches no file, a broken link, a link to a folder elsewhere, or a pipe, socket or device.
     """
     found: set[Path] = set()
     for pattern in patterns:
         matched = list(_expand(str(Path(pattern).expanduser())))
         if not matched:
             raise ValueError(
-                f"files: {shown(pattern)}: no such file; paths are relative to the repository's root"
+                f"files: {display_name(pattern)}: no such file; paths are relative to the repository's root"
             )
         found.update(matched)
     kept: dict[str, Path] = {}
@@ -36,18 +36,18 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     return sorted(kept.values(), key=Path.as_posix)
 
 
-def tell_undecodable(paths: Sequence[Path]) -> None:
-    """Names the files whose names are not UTF-8: DVC, which hashes the folder, ends with an error that names none."""
+def warn_undecodable(paths: Sequence[Path]) -> None:
+    """Prints the names that are not UTF-8. DVC cannot hash their folder, and its error names no file."""
     for path in paths:
-        if "\ufffd" in shown(path) and not str(path).isprintable():
+        if "\ufffd" in display_name(path) and not str(path).isprintable():
             print(
-                f"note: {shown(path)}: the name is not UTF-8, so DVC cannot hash its folder; rename it",
+                f"note: {display_name(path)}: the name is not UTF-8, so DVC cannot hash its folder; rename it",
                 file=sys.stderr,
             )
 
 
-def shown(name: str | Path) -> str:
-    """A file's name as text: bytes that are not UTF-8 become U+FFFD."""
+def display_name(name: str | Path) -> str:
+    """A file's name as text, with U+FFFD for bytes that are not UTF-8."""
     return os.fsencode(name).decode("utf-8", errors="replace")
 
 
@@ -59,7 +59,7 @@ def _expand(pattern: str) -> Iterator[Path]:
     if fixed == len(parts):
         if start.is_dir():
             raise ValueError(
-                f"files: {shown(start)} is a folder; write {shown(start / '**' / '*')} for all that is in it"
+                f"files: {display_name(start)} is a folder; write {display_name(start / '**' / '*')} for all that is in it"
             )
         if os.path.lexists(start):
             yield _checked(start)
@@ -68,7 +68,7 @@ def _expand(pattern: str) -> Iterator[Path]:
 
 
 def _walk(folder: Path, parts: Sequence[str], top: str) -> Iterator[Path]:
-    """The files below a folder that match the glob's remaining parts; top: the real path of where the walk began."""
+    """The files below a folder that match the remaining parts of a glob. top: the real path of the walk's first folder."""
     first, rest = parts[0], parts[1:]
     if first == "**" and rest:
         yield from _walk(folder, rest, top)
@@ -89,29 +89,31 @@ def _walk(folder: Path, parts: Sequence[str], top: str) -> Iterator[Path]:
 
 
 def _enters(path: Path, top: str) -> bool:
-    """Whether the walk goes into this path. A link back into the tree is passed over: its files are found where they lie."""
+    """Whether the walk enters this path. A link into the same tree is skipped: the walk finds its files without it."""
     if not path.is_dir():
         return False
     if not path.is_symlink():
         return True
     real = os.path.realpath(path)
     if real != top and not real.startswith(top + os.sep):
-        raise ValueError(f"{shown(path)}: a link to the folder {shown(real)}: DVC does not look behind it for changes; copy the "
-                         "folder, or name it as local_path and in files")  # fmt: skip
+        raise ValueError(
+            f"{display_name(path)}: a link to the folder {display_name(real)}: DVC does not follow it and would miss changes; "
+            "copy the folder, or set local_path and files to it"
+        )
     return False
 
 
 def _checked(path: Path) -> Path:
-    """The path of a file; ValueError where it is none that can be read to its end."""
+    """The path, if it is a regular file; else ValueError."""
     try:
         mode = path.stat().st_mode
     except OSError as error:  # a broken link, or one that leads to itself
         raise ValueError(
-            f"{shown(path)}: cannot be read: {error.strerror}; remove it or leave it out of files"
+            f"{display_name(path)}: cannot be read: {error.strerror}; remove it or leave it out of files"
         ) from None
     if not stat.S_ISREG(mode):
         raise ValueError(
-            f"{shown(path)}: a pipe, socket or device, not a file; remove it or leave it out of files"
+            f"{display_name(path)}: a pipe, socket or device, not a file; remove it or leave it out of files"
         )
     return path
 

@@ -1,9 +1,10 @@
-"""Markdown of a play -> the text of a printed play, and its speeches.
+"""Converts Markdown of a play to the text of a printed play, and to speeches.
 
-The Markdown: `#` headings (title, acts, scenes); a speaker in bold on a line of his own, his words below him; stage
-directions emphasised (`_Exit_`, `*Exit.*`), alone in a paragraph or among the words; two spaces at a verse line's end.
+The Markdown has `#` headings (title, acts, scenes). A speaker's name is in bold on its own line, with the speech below. Stage
+directions are emphasised (`_Exit_`, `*Exit.*`), in a paragraph of their own or within a speech. A verse line ends with two
+spaces.
 
-The printed text, as in the Shakespeare file that small models are usually trained on:
+The printed text has the layout of the Shakespeare file that small models are usually trained on:
 
     SCENE II. A camp near Forres.
 
@@ -12,9 +13,8 @@ The printed text, as in the Shakespeare file that small models are usually train
     ROSS:
     God save the king!
 
-One blank line stands between a heading, a direction and a speech, none within a speech. Headings and directions are
-kept, since they are part of a printed play; directions stand in brackets, so that they aren't taken for spoken words. A
-direction after which the same speaker goes on without a new name is a line of his speech.
+One blank line separates headings, directions and speeches; a speech has none inside. Directions are in brackets, which marks
+them as not spoken. If the same speaker continues after a direction without a new name, the direction is a line of the speech.
 """
 
 import re
@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _SPEAKER = re.compile(r"\*\*(.+)\*\*")
-# One emphasised span: it opens at a word's start with one or two marks and runs to the next mark that ends a word. Some
-# directions of the source lack the opening mark and have the brackets alone.
+# One emphasised span: from one or two marks at the start of a word to the next mark at the end of a word. Some directions of
+# the source lack the opening mark and have only the brackets.
 _EMPHASIS = re.compile(r"(?<!\w)(?:_{1,2}(?=\S)|\*(?=\S)|(?=\[))(.+?)(?<=\S)[_*]+(?!\w)", re.DOTALL)
 _DIRECTION = re.compile(r"\[[^\[\]]*\]")
 _ESCAPE = re.compile(r"\\([^\w\s])")
@@ -31,7 +31,7 @@ _ESCAPE = re.compile(r"\\([^\w\s])")
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a printed play: a heading, a direction or a speech, whose lines may hold directions in brackets."""
+    """One part of a printed play: a heading, a direction or a speech. A speech's lines may hold directions in brackets."""
 
     kind: str
     lines: tuple[str, ...]
@@ -40,11 +40,11 @@ class Part:
 
 def _bracketed(emphasis: re.Match[str]) -> str:
     inner = " ".join(_ESCAPE.sub(r"\1", emphasis[1]).replace("_", "").replace("*", "").split()).strip("[] ")
-    return f"[{inner}]" if inner else ""  # empty where the source marks words that are lost
+    return f"[{inner}]" if inner else ""  # empty if the source marks lost words
 
 
 def _clean(paragraph: str) -> list[str]:
-    """Lines of a paragraph without Markdown's marks, directions in brackets."""
+    """Lines of a paragraph without Markdown marks, with directions in brackets."""
     text = _ESCAPE.sub(r"\1", _EMPHASIS.sub(_bracketed, paragraph)).replace("& c.", "&c.")
     return [" ".join(line.split()) for line in text.split("\n")] if text else []
 
@@ -52,8 +52,8 @@ def _clean(paragraph: str) -> list[str]:
 def parse(markdown: str) -> Iterator[Part]:
     """Headings, directions and speeches of a play in order."""
     speaker: str = ""
-    lines: list[str] = []  # of the open speech
-    directions: list[str] = []  # after its last words so far
+    lines: list[str] = []  # of the current speech
+    directions: list[str] = []  # since the last spoken line
     for paragraph in re.split(r"\n\s*\n", markdown.replace("\r\n", "\n").strip()):
         first, _, rest = paragraph.strip().partition("\n")
         name = _SPEAKER.fullmatch(first.strip())
@@ -79,8 +79,8 @@ def _closed(speaker: str, lines: list[str], directions: list[str]) -> Iterator[P
         yield Part("direction", (direction,))
 
 
-def printed(markdown: str) -> str:
-    """Text of the printed play, one trailing newline."""
+def printed_play(markdown: str) -> str:
+    """Text of the printed play, with one trailing newline."""
     parts = []
     for part in parse(markdown):
         name = [f"{part.speaker}:"] if part.speaker else []
@@ -89,9 +89,9 @@ def printed(markdown: str) -> str:
 
 
 def scenes(markdown: str) -> Iterator[list[tuple[str, str]]]:
-    """Scenes of a play, each a list of (speaker, words).
+    """Scenes of a play, each a list of pairs (speaker, speech).
 
-    Directions and words without a speaker's name are left out; neighbouring speeches of one speaker are joined.
+    Directions and text without a speaker are left out. Neighbouring speeches of one speaker are joined.
     """
     scene: list[tuple[str, str]] = []
     for part in parse(markdown):
@@ -101,10 +101,10 @@ def scenes(markdown: str) -> Iterator[list[tuple[str, str]]]:
         if not part.speaker:
             continue
         spoken = (" ".join(_DIRECTION.sub(" ", line).split()) for line in part.lines)
-        words = "\n".join(line for line in spoken if line)
-        if words and scene and scene[-1][0] == part.speaker:
-            scene[-1] = (part.speaker, scene[-1][1] + "\n" + words)
-        elif words:
-            scene.append((part.speaker, words))
+        speech = "\n".join(line for line in spoken if line)
+        if speech and scene and scene[-1][0] == part.speaker:
+            scene[-1] = (part.speaker, scene[-1][1] + "\n" + speech)
+        elif speech:
+            scene.append((part.speaker, speech))
     if scene:
         yield scene

@@ -1,7 +1,7 @@
-"""Byte-level BPE: text to token ids and back, learned from text, kept as a Hugging Face tokenizer.json.
+"""Byte-level BPE: training, encoding and decoding. The file is a Hugging Face tokenizer.json.
 
-Any bytes can be encoded, and decoding gives exactly those bytes. A trained tokenizer's ids are the 256 bytes in GPT-2's
-order, then one id a merge, then the special tokens, which no text ever becomes: typed "<|user|>" is ordinary text.
+Any bytes can be encoded, and decoding returns exactly those bytes. A trained tokenizer's ids are the 256 bytes in GPT-2's
+order, then one id per merge, then the special tokens. No text encodes to a special token: a typed "<|user|>" is ordinary text.
 """
 
 import codecs
@@ -19,23 +19,17 @@ import numpy as np
 
 from stages.text_files import atomic_file
 from stages.tokenizer.encode import encode_spans, rank_table
-from stages.tokenizer.file_format import (
-    BYTE_ORDER,
-    MAX_VOCAB,
-    Vocabulary,
-    read_folder,
-    read_tokenizer_json,
-    tokenizer_json,
-)
+from stages.tokenizer.file_format import BYTE_ORDER, MAX_VOCAB, Vocabulary, tokenizer_json
+from stages.tokenizer.file_reader import read_folder, read_tokenizer_json
 from stages.tokenizer.pretokenizer import PIECE_BYTES, count_words, cut_spans
 from stages.tokenizer.train import learn_merges
 from stages.tokenizer.unicode_classes import character_classes
 
-MAX_TRAINING_BYTES = 500_000_000  # positions of the words' bytes, and of three pairs a byte, are int32
+MAX_TRAINING_BYTES = 500_000_000  # positions of bytes, and of three pairs per byte, are int32
 
-_CACHE_WORDS = 1 << 17  # a thread's cache: 8 MB of words and at most 4 MB of their tokens
-_GROUP_BYTES = 1 << 20  # of text that a thread takes at a time
-_POLL_S = 0.1  # Windows answers Ctrl-C only between two waits
+_CACHE_WORDS = 1 << 17  # per thread: 8 MB of words and at most 4 MB of their tokens
+_GROUP_BYTES = 1 << 20  # work item of a thread: so much text
+_POLL_S = 0.1  # Windows handles Ctrl-C only between two waits
 
 Result = TypeVar("Result")
 
@@ -43,7 +37,7 @@ Result = TypeVar("Result")
 class Tokenizer:
     """A vocabulary with its merges, ready to encode and decode.
 
-    Calls from several Python threads take turns.
+    Thread-safe: a lock serializes concurrent calls of encode.
 
     Args:
         vocabulary: from `train`, or read from a file.
@@ -52,8 +46,8 @@ class Tokenizer:
         vocab_size: number of ids: bytes, merges and special tokens.
         special: id of each special token.
         token_bytes: the bytes of each id, b"" for special tokens.
-        token_lengths: (vocab_size,) int32, their lengths: the bytes that a loss per byte is divided by.
-        merges: left, right and resulting id, in the order they are applied.
+        token_lengths: (vocab_size,) int32, the number of bytes of each id; bits per byte are divided by their sum.
+        merges: left, right and resulting id, in the order of application.
         sha256: of the canonical tokenizer.json, hexadecimal.
     """
 
@@ -71,7 +65,7 @@ class Tokenizer:
                 byte_tokens[text[0]] = token
         merges = np.array(self.merges, dtype=np.int32).reshape(-1, 3)
         self._tables = (character_classes(), byte_tokens, merges, rank_table(merges))
-        self._caches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # one a thread
+        self._caches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # one per thread
         self._lock = Lock()
 
     @classmethod
@@ -83,13 +77,13 @@ class Tokenizer:
         *,
         threads: int = 0,
     ) -> "Tokenizer":
-        """Learn merges from all of `documents`: see stages/merges.py for the order and the tie-break.
+        """Learn merges from all of `documents`. stages/tokenizer/train.py defines their order and the tie-break.
 
         Args:
             documents: texts; no word spans two of them.
-            vocab_size: ids in all: 256 bytes, merges, special tokens.
+            vocab_size: number of ids: 256 bytes, merges, special tokens.
             special_tokens: get the last ids, in this order.
-            threads: that count words; 0 for one a core. The result does not depend on it.
+            threads: for counting words; 0: one per core. The result does not depend on it.
 
         Raises:
             ValueError: vocab_size or special_tokens are impossible, or the text is too short for so many merges.
@@ -108,7 +102,7 @@ class Tokenizer:
                 f"train_bpe.sample_bytes: expected at most {MAX_TRAINING_BYTES} bytes, got {data.size}"
             )
         byte_tokens = np.argsort(np.array(BYTE_ORDER)).astype(np.int32)
-        words = _words(data, ends, _threads(threads))
+        words = _distinct_words(data, ends, _threads(threads))
         num_tokens = vocab_size - len(special_tokens)
         merges = on_threads(lambda _: learn_merges(data, words, byte_tokens, num_tokens), 1)[0]
         token_bytes = [bytes([byte]) for byte in BYTE_ORDER]
@@ -125,23 +119,23 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """Read a byte-level BPE tokenizer.json; ValueError says in one line what is wrong with it."""
+        """Read a byte-level BPE tokenizer.json; ValueError if it is missing or malformed."""
         try:
             return cls(read_tokenizer_json(Path(path)))
         except ValueError as error:
-            raise ValueError(f"{error}; make it anew: .venv/bin/dvc repro train_bpe") from None
+            raise ValueError(f"{error}; run: .venv/bin/dvc repro train_bpe") from None
 
     @classmethod
     def from_pretrained(cls, path: Path, special_tokens: Sequence[str]) -> "Tokenizer":
-        """Make a tokenizer of another project's.
+        """Adopt a pretrained tokenizer.
 
         Args:
-            path: a tokenizer.json, or a folder with GPT-2's vocab.json (or encoder.json) and merges.txt (or vocab.bpe), or with a
-                tokenizer.json, as an export has.
-            special_tokens: those that the vocabulary has keep their ids, the others are appended.
+            path: a tokenizer.json, or a folder. The folder holds GPT-2's vocab.json (or encoder.json) and merges.txt (or
+                vocab.bpe), or a tokenizer.json, such as an export.
+            special_tokens: keep their ids if the vocabulary has them; the others are appended.
 
         Raises:
-            ValueError: a file is missing or not such a tokenizer, or the vocabulary gets too large.
+            ValueError: a file is missing or not such a tokenizer, or the vocabulary becomes too large.
         """
         path = Path(path)
         try:
@@ -149,30 +143,30 @@ class Tokenizer:
             return cls(vocabulary.with_special(special_tokens, str(path)))
         except ValueError as error:
             raise ValueError(
-                f"{error}; give train_bpe.pretrained another, or conf/none to learn one"
+                f"{error}; set train_bpe.pretrained to another, or to conf/none to train one"
             ) from None
 
     @property
     def json(self) -> str:
-        """The canonical tokenizer.json: the same tokenizer gives the same text."""
+        """The text of the canonical tokenizer.json. Equal tokenizers give equal texts."""
         return self._json.decode("utf-8")
 
     def save(self, path: Path) -> None:
-        """Write the canonical tokenizer.json, whole or not at all: the same tokenizer gives the same bytes."""
+        """Write the canonical tokenizer.json atomically. Equal tokenizers give equal bytes."""
         with atomic_file(path) as stream:
             stream.write(self._json)
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The ids of a text, (tokens,) int32; never a special token's."""
+        """The ids of a text, (tokens,) int32; none is a special token."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Iterable[str | bytes], *, threads: int = 0) -> list[np.ndarray]:
-        """The ids of each text, on all cores (or `threads` of them); takes about 5 bytes of memory a byte of text."""
+        """The ids of each text. Uses `threads` threads (0: one per core), and about 5 bytes of memory per byte of text."""
         data, ends = _joined(texts)
         spans, span_ends = cut_spans(data, ends, PIECE_BYTES)
         out = np.empty(data.size, dtype=np.int32)
         counts = np.zeros(len(spans), dtype=np.int64)
-        # Groups of spans, begun at the first span that begins in each _GROUP_BYTES of the text.
+        # Groups of spans. A group starts at the first span within each _GROUP_BYTES of the text.
         firsts = np.unique(np.searchsorted(spans[:, 0], np.arange(0, max(data.size, 1), _GROUP_BYTES)))
         groups = deque(itertools.pairwise([*firsts.tolist(), len(spans)]))
         workers = min(_threads(threads), len(groups))
@@ -194,12 +188,12 @@ class Tokenizer:
                     (np.zeros((2 * _CACHE_WORDS, 4), dtype=np.int64), tokens, np.zeros(2, dtype=np.int64))
                 )
             try:
-                if data.size <= _GROUP_BYTES:  # milliseconds: not worth a thread's start
+                if data.size <= _GROUP_BYTES:  # takes milliseconds; starting a thread does not pay
                     work(0)
                 else:
                     on_threads(work, workers)
             except BaseException:
-                # After Ctrl-C workers still run: they end with the group that they encode, and keep their caches.
+                # After Ctrl-C the workers still run. Each ends after its current group, and keeps using its cache until then.
                 groups.clear()
                 self._caches.clear()
                 raise
@@ -207,16 +201,16 @@ class Tokenizer:
             out[start : start + count]
             for start, count in zip(spans[:, 0].tolist(), counts.tolist(), strict=True)
         ]
-        # Concatenating also copies, so that the ids of one text don't keep all the others in memory.
+        # np.concatenate copies, so the ids of one text do not keep those of all others in memory.
         return [
             np.concatenate(pieces[first:last]) for first, last in itertools.pairwise([0, *span_ends.tolist()])
         ]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of some ids, special tokens left out.
+        """The bytes of `ids`, without special tokens.
 
         Raises:
-            ValueError: an id is not one of this vocabulary's.
+            ValueError: an id is outside the vocabulary.
         """
         found = np.asarray(list(ids) if not isinstance(ids, np.ndarray) else ids).ravel()
         wrong = found[(found < 0) | (found >= self.vocab_size)]
@@ -225,23 +219,23 @@ class Tokenizer:
         return b"".join([self.token_bytes[token] for token in found.tolist()])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids, special tokens left out, U+FFFD where the bytes are not UTF-8."""
+        """The text of `ids`, without special tokens, with U+FFFD for bytes that are not UTF-8."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
 class Utf8Stream:
-    """Decodes ids as they come, holding back the bytes of a character that is not complete yet."""
+    """Decodes a stream of ids. Holds back the bytes of an incomplete character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, ids: Iterable[int]) -> str:
-        """The characters that `ids` complete, maybe none."""
+        """The characters that `ids` complete; may be empty."""
         return self._decoder.decode(self._tokenizer.decode_bytes(ids))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an incomplete character, else nothing."""
+        """The rest at the end: U+FFFD for an incomplete character, else an empty text."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -250,17 +244,17 @@ def _threads(threads: int) -> int:
 
 
 def _joined(texts: Iterable[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of all texts, (bytes,) uint8, and where each ends, (texts,) int64.
+    """The bytes of all texts, (bytes,) uint8, and the end offset of each, (texts,) int64.
 
-    A lone surrogate, which UTF-8 does not have, becomes the three bytes it would have: not UTF-8, so kept as bytes.
+    A lone surrogate is not valid in UTF-8. It becomes the three bytes that its code point would have, which are kept as bytes.
     """
     parts = [text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass") for text in texts]
-    # From a bytearray, since the compiled functions take arrays that can be written to.
+    # A bytearray, since the compiled functions expect writable arrays.
     data = np.frombuffer(bytearray().join(parts), dtype=np.uint8)
     return data, np.cumsum([len(part) for part in parts], dtype=np.int64)
 
 
-def _words(data: np.ndarray, ends: np.ndarray, threads: int) -> np.ndarray:
+def _distinct_words(data: np.ndarray, ends: np.ndarray, threads: int) -> np.ndarray:
     """The distinct words of the documents and their counts, as count_words gives them."""
     classes = character_classes()
     spans, _ = cut_spans(data, ends, PIECE_BYTES)
@@ -276,10 +270,10 @@ def _words(data: np.ndarray, ends: np.ndarray, threads: int) -> np.ndarray:
 
 
 def on_threads(work: Callable[[int], Result], threads: int) -> list[Result]:
-    """Call work(0) .. work(threads - 1), each on a thread of its own; returns their results, or raises an exception of any.
+    """Call work(0) .. work(threads - 1), each on its own thread. Returns their results, or raises an exception of one.
 
-    The caller only waits, also for a single thread: Python handles Ctrl-C on the main thread, and not within compiled code. After
-    Ctrl-C a worker may still compute. Workers are daemon threads, so the process ends without them.
+    The caller only waits, even for a single thread: Python handles Ctrl-C on the main thread, and not within compiled code. A
+    worker may continue after Ctrl-C. Workers are daemon threads, so the process does not wait for them.
     """
     results: list[Future[Result]] = [Future() for _ in range(threads)]
 

@@ -1,7 +1,7 @@
-"""From bytes to tokens: the merges of a tokenizer applied to every word of a text, in compiled code.
+"""Encoding: the merges of a tokenizer are applied to every word of a text, in compiled code.
 
-In each word the pair whose merge was learned first is merged, the leftmost of equals first, until no pair has a merge.
-The words met and their tokens are kept, since a few words make up most of a text.
+In each word the pair with the lowest rank (its merge was learned first) is merged, the leftmost first, until no pair has a
+merge. Words and their tokens are cached, since a few words make up most of a text.
 """
 
 import numpy as np
@@ -10,14 +10,14 @@ from kernels.cpu.jit import jit
 from stages.tokenizer.pretokenizer import KEY_BYTES, Array, find_word, hash_slot, jit_nogil, word_end
 from stages.tokenizer.train import heap_pop, heap_push
 
-# Columns of `nodes` (one row a byte of a word): the token that starts there, the rows where the next and the previous
-# token start, and the rank of the merge of the token and its next (-1: none).
+# Columns of `nodes`, which has one row per byte of a word: the token that starts there, the rows of the next and the previous
+# token, and the rank of its merge with the next token (-1: none).
 TOKEN, NEXT, PREVIOUS, RANK = 0, 1, 2, 3
 
 
 @jit
 def rank_table(merges: Array) -> Array:
-    """Table from pair to rank: (slots,) int64 of pair << 31 | rank, -1 where empty; merges as from learn_merges."""
+    """Hash table from pair to rank: (slots,) int64 of pair << 31 | rank; -1: empty slot. merges: from learn_merges."""
     slots = 16
     while slots < 2 * merges.shape[0]:
         slots *= 2
@@ -33,7 +33,7 @@ def rank_table(merges: Array) -> Array:
 
 @jit
 def _rank(ranks: Array, left: int, right: int) -> int:
-    """Rank of the merge of two tokens, -1 where there is none."""
+    """Rank of the merge of two tokens; -1: none."""
     pair = left << 16 | right
     slot = hash_slot(pair, 0, 0, ranks.size - 1)
     while ranks[slot] >= 0:
@@ -45,7 +45,7 @@ def _rank(ranks: Array, left: int, right: int) -> int:
 
 @jit
 def _queue_pair(node: int, length: int, ranks: Array, nodes: Array, heap: Array, size: int) -> int:
-    """Put the pair at `node` into the heap if it has a merge, note its rank; returns the heap's size."""
+    """Push the pair at `node` onto the heap if it has a merge, and store its rank; returns the heap's size."""
     following = int(nodes[node, NEXT])
     rank = -1
     if following < length:
@@ -71,7 +71,7 @@ def _merge_word(
 ) -> int:
     """Write the tokens of the word data[start:end] to out[at:]; returns their number.
 
-    `nodes` (n, 4) int32 and `heap` (3 n,) int64 are scratch for a word of up to n bytes.
+    `nodes` (n, 4) int32 and `heap` (3 n,) int64 are scratch memory for a word of up to n bytes.
     """
     length = end - start
     size = 0
@@ -83,7 +83,7 @@ def _merge_word(
     while size > 0:
         rank, node = int(heap[0]) >> 32, int(heap[0]) & 0xFFFFFFFF
         size = heap_pop(heap, size)
-        # What was queued may since have lost a token to another merge.
+        # Stale entry: another merge has since consumed one of its tokens.
         if nodes[node, RANK] != rank:
             continue
         gone = int(nodes[node, NEXT])
@@ -118,19 +118,19 @@ def encode_spans(
     cached: Array,
     state: Array,
 ) -> None:
-    """Write the tokens of the span that begins at data[b] to out[b:], and their number to counts.
+    """Write the tokens of the span that starts at data[b] to out[b:], and their number to counts.
 
     Args:
         data: (bytes,) uint8.
         spans: (n, 2) int64 from cut_spans.
-        out: (bytes,) int32, written where a span has tokens.
-        counts: (n,) int64, out, overwritten.
+        out: (bytes,) int32, output; positions without a token keep their value.
+        counts: (n,) int64, output.
         classes: from character_classes().
         byte_tokens: (256,) int32, the token of each byte.
         merges, ranks: (merges, 3) int32, and rank_table(merges).
-        cache: (slots, 4) int64, in/out: a word's key, and where its tokens lie in cached << 8 | their number.
+        cache: (slots, 4) int64, in/out: a word's key, then the index of its tokens in `cached` << 8 | their number.
         cached: (n,) int32, in/out: tokens of the cached words.
-        state: (2,) int64, in/out: words in cache, used part of cached. The cache is emptied when either is full.
+        state: (2,) int64, in/out: number of words in `cache`, used length of `cached`. When either is full, the cache is emptied.
     """
     longest = 256
     nodes, heap = np.empty((longest, 4), dtype=np.int32), np.empty(3 * longest, dtype=np.int64)

@@ -1,14 +1,14 @@
-"""GPT-2's pre-tokenization over bytes: where words begin and end, and how often each occurs, in compiled code.
+"""GPT-2's pre-tokenization over bytes: the words of a text and their counts, in compiled code.
 
-A word is what this pattern matches, from left to right (a merge never crosses a word's edge):
+A word is a match of this pattern, from left to right. A merge never crosses a word boundary.
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-Bytes that are not well-formed UTF-8 count, each alone, as one character that is neither letter, number nor white space;
-so any bytes have words, and the words joined are those bytes.
+Each byte that is not well-formed UTF-8 counts as one character that is neither letter, number nor white space. So any bytes can
+be split into words, and the concatenated words are those bytes.
 
-Bytes are widened with int(), and no product reaches 2^63 (overflow of a signed integer is undefined once compiled), so the
-code gives the same with NUMBA_DISABLE_JIT=1.
+Bytes are widened with int(), and no product reaches 2^63, since signed overflow is undefined in compiled code. So the results
+are the same with NUMBA_DISABLE_JIT=1.
 
 Source: Radford et al. 2019, section 2.2 (byte-level BPE); the pattern is that of the released GPT-2 encoder.
 """
@@ -23,24 +23,24 @@ from stages.tokenizer.unicode_classes import OTHER, SPACE
 
 Array = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
-# Entry points called from several Python threads: as `jit`, without the interpreter's lock. Threads that take the next
-# piece when they are done share the work better than prange's equal parts, and compile in a fraction of the time.
+# For entry points called from several Python threads: like `jit`, without the GIL. Threads that fetch work items balance the
+# load better than prange's equal parts, and compile in a fraction of the time.
 jit_nogil = numba.njit(cache=True, nogil=True)
 
-# What runs for every byte or word, put in place of each call: a quarter less time (30 MB of Python sources, 2 cores, 2026-11).
+# Inlined, for functions called per byte or word: a quarter less time (30 MB of Python sources, 2 cores, 2026-11).
 jit_inline = numba.njit(cache=True, inline="always")
 
-# A document longer than this is cut, at a place where a word ends whatever stands around, for the threads to share.
+# A longer document is cut into spans, so that threads can share it. Cuts are at word boundaries that need no context.
 PIECE_BYTES = 1 << 17
 
-# Words up to this length are their own key: three integers of 7 bytes. Longer ones are hashed, and compared.
+# Words up to this length are their own hash key: three integers of 7 bytes. Longer words are hashed and compared.
 KEY_BYTES = 21
 _LOW = (1 << 31) - 1
 
 
 @jit
 def classify(data: Array, pos: int, stop: int, classes: Array) -> int:
-    """Class and byte length of the character at `pos`, packed as class << 3 | length; an ill-formed byte is OTHER, 1."""
+    """Class and byte length of the character at `pos`, packed as class << 3 | length. An ill-formed byte is OTHER, length 1."""
     byte = int(data[pos])
     if byte < 0x80:
         return int(classes[byte]) << 3 | 1
@@ -56,7 +56,7 @@ def classify(data: Array, pos: int, stop: int, classes: Array) -> int:
         if byte & 0xC0 != 0x80:
             return invalid
         code = code << 6 | byte & 0x3F
-    # Overlong forms, surrogates and what lies beyond Unicode are ill-formed too.
+    # Overlong forms, surrogates and code points beyond U+10FFFF are ill-formed too.
     if length == 3 and (code < 0x800 or 0xD800 <= code < 0xE000):
         return invalid
     if length == 4 and (code < 0x10000 or code > 0x10FFFF):
@@ -66,7 +66,7 @@ def classify(data: Array, pos: int, stop: int, classes: Array) -> int:
 
 @jit_inline
 def _run_end(data: Array, pos: int, stop: int, kind: int, classes: Array) -> int:
-    """Where the run of characters of class `kind` that reaches `pos` ends."""
+    """End of the run of characters of class `kind` that continues at `pos`."""
     while pos < stop:
         byte = int(data[pos])
         if byte < 0x80:
@@ -83,7 +83,7 @@ def _run_end(data: Array, pos: int, stop: int, kind: int, classes: Array) -> int
 
 @jit_inline
 def _contraction_end(data: Array, pos: int, stop: int) -> int:
-    """End of 's 't 'm 'd 're 've 'll at the apostrophe `pos`; `pos` where there is none."""
+    """End of 's 't 'm 'd 're 've 'll, whose apostrophe is at `pos`; `pos`: no contraction."""
     if pos + 1 >= stop:
         return pos
     first = int(data[pos + 1])
@@ -100,7 +100,7 @@ def _contraction_end(data: Array, pos: int, stop: int) -> int:
 
 @jit_inline
 def word_end(data: Array, pos: int, stop: int, classes: Array) -> int:
-    """Where the word that begins at `pos` ends, the text ending at `stop`."""
+    """End of the word that starts at `pos`; the text ends at `stop`."""
     byte = int(data[pos])
     if byte == 39:
         end = _contraction_end(data, pos, stop)
@@ -111,7 +111,7 @@ def word_end(data: Array, pos: int, stop: int, classes: Array) -> int:
     kind = character >> 3
     if kind != SPACE:
         return _run_end(data, first + (character & 7), stop, kind, classes)
-    # White space gives its last character to what follows, except where it is its only one or nothing follows.
+    # A run of white space leaves its last character to the next word, unless it is the only one or the text ends.
     end = last = pos
     while end < stop:
         character = classify(data, end, stop, classes)
@@ -124,15 +124,15 @@ def word_end(data: Array, pos: int, stop: int, classes: Array) -> int:
 
 @jit
 def cut_spans(data: Array, document_ends: Array, piece_bytes: int) -> tuple[Array, Array]:
-    """Cut documents into spans that can be split into words one by one.
+    """Cut documents into spans that can be split into words independently.
 
-    The cut is before a white-space byte that follows a printable ASCII one: no word contains those two in this order, and
-    the pattern looks neither back nor past that end.
+    A cut is before a space or newline that follows a printable ASCII byte. No word contains those two in this order, and the
+    pattern looks neither back nor past such a boundary.
 
     Args:
-        data: (bytes,) uint8, the documents joined.
-        document_ends: (documents,) int64.
-        piece_bytes: a span ends at the first such place after this many bytes.
+        data: (bytes,) uint8, the concatenated documents.
+        document_ends: (documents,) int64, end offset of each.
+        piece_bytes: a span ends at the first such boundary after this many bytes.
 
     Returns:
         spans (n, 2) int64, begin and end; span_ends (documents,) int64, the number of spans up to each document's end.
@@ -163,7 +163,7 @@ def cut_spans(data: Array, document_ends: Array, piece_bytes: int) -> tuple[Arra
 
 @jit_inline
 def word_key(data: Array, start: int, end: int) -> tuple[int, int, int]:
-    """Three integers that stand for the bytes data[start:end]: exactly up to KEY_BYTES, beyond as a hash of them."""
+    """Key of the bytes data[start:end], three integers: the bytes themselves up to KEY_BYTES, else a hash of them."""
     length = end - start
     a = b = c = 0
     if length <= KEY_BYTES:
@@ -190,11 +190,11 @@ def hash_slot(a: int, b: int, c: int, mask: int) -> int:
 
 @jit_inline
 def find_word(table: Array, data: Array, start: int, end: int, words: Array) -> int:
-    """Slot of the word data[start:end] in `table`, or the empty one where it belongs.
+    """Slot of the word data[start:end] in `table`. A new word gets the empty slot, with its key and the index -1.
 
     Args:
-        table: (slots, 4) int64: the key, whose first integer is 0 in an empty slot, and the index of the word.
-        words: (n, 2 or more) int64: where each word of the table begins and ends in data.
+        table: (slots, 4) int64: the key (its first integer is 0 in an empty slot), then the index of the word.
+        words: (n, 2 or more) int64: begin and end in `data` of each word of the table.
     """
     a, b, c = word_key(data, start, end)
     mask = table.shape[0] - 1
@@ -218,7 +218,7 @@ def find_word(table: Array, data: Array, start: int, end: int, words: Array) -> 
 
 @jit
 def _grown_table(table: Array) -> Array:
-    """The same keys in a table of twice as many slots."""
+    """A copy of a hash table with twice as many slots."""
     grown = np.zeros((table.shape[0] * 2, 4), dtype=np.int64)
     mask = grown.shape[0] - 1
     for row in range(table.shape[0]):
@@ -233,7 +233,7 @@ def _grown_table(table: Array) -> Array:
 
 @jit
 def _doubled(rows: Array) -> Array:
-    """The same rows (n, 3) with room for as many more. (Loops, since array assignments take seconds to compile.)"""
+    """A copy of the rows (n, 3) with room for n more. Loops, since array assignments take seconds to compile."""
     grown = np.empty((2 * rows.shape[0], 3), dtype=np.int64)
     for row in range(rows.shape[0]):
         for column in range(3):
@@ -243,12 +243,12 @@ def _doubled(rows: Array) -> Array:
 
 @jit_nogil
 def count_words(data: Array, spans: Array, split: bool, classes: Array) -> Array:
-    """The distinct words of some spans and how often each occurs.
+    """The distinct words of some spans, with their counts.
 
     Args:
         data: (bytes,) uint8.
-        spans: (n, 3) int64: begin, end, and how often the span counts.
-        split: whether to split the spans into words, or take each as one word.
+        spans: (n, 3) int64: begin, end, and the weight of the span in the counts.
+        split: whether to split the spans into words; else each span is one word.
         classes: from unicode_classes.character_classes().
 
     Returns:

@@ -1,8 +1,8 @@
-"""Learning byte-pair merges from weighted words, in compiled code.
+"""BPE training: merges are learned from weighted words, in compiled code.
 
-Of all pairs of neighbouring tokens inside words, the one that occurs most often becomes a new token; of equally
-frequent ones the pair with the smallest left id, then the smallest right id. Counts are exact after every merge and only
-what stood beside a merged pair is recounted, so the whole costs about the text's distinct words, not merges x text.
+The most frequent pair of neighbouring tokens inside words becomes a new token. At a tie it is the pair with the smallest left
+id, then the smallest right id. Counts are exact after every merge. Only pairs next to a merged pair are recounted, so the time
+grows with the distinct words of the text, not with merges x text.
 
 Ids are below 65,536, so a pair is the integer left << 16 | right.
 
@@ -14,19 +14,19 @@ import numpy as np
 from kernels.cpu.jit import jit
 from stages.tokenizer.pretokenizer import Array, hash_slot, jit_nogil
 
-# Columns of `nodes` (one row a byte of the words): the token that starts there (-1: inside a token), the rows where the
-# next and the previous token of the word start (-1: none), and how often the word occurs.
+# Columns of `nodes` (one row per byte of the words): the token that starts there (-1: inside a token), the rows of the next
+# and the previous token of the word (-1: none), and the count of the word.
 TOKEN, NEXT, PREVIOUS, WEIGHT = 0, 1, 2, 3
-# Columns of `pairs` (an open hash table): the pair + 1 (0: empty slot), its count, the first of the places where it was
-# seen (a row of `places`: node, next place), and the merge that last raised the count.
+# Columns of `pairs` (an open hash table): the pair + 1 (0: empty slot), its count, the first of its places (a row of `places`,
+# a linked list: node, next place), and the merge that last raised the count.
 PAIR, COUNT, PLACES, RAISED = 0, 1, 2, 3
-# Heap keys are (_MOST - count) << 32 | pair: the smallest key is the most frequent pair, the smaller of equals.
-_MOST = (1 << 30) - 1
+# Heap keys are (_MAX_COUNT - count) << 32 | pair. The smallest key is the most frequent pair; at a tie, the smaller pair.
+_MAX_COUNT = (1 << 30) - 1
 
 
 @jit
 def heap_push(heap: Array, size: int, key: int) -> int:
-    """Add `key` to the first `size` elements of `heap`, the smallest on top; returns the new size."""
+    """Push `key` onto a min-heap, the first `size` elements of `heap`; returns the new size."""
     child = size
     while child > 0:
         parent = (child - 1) >> 1
@@ -40,7 +40,7 @@ def heap_push(heap: Array, size: int, key: int) -> int:
 
 @jit
 def heap_pop(heap: Array, size: int) -> int:
-    """Remove the smallest key, heap[0] (read it before); returns the new size."""
+    """Remove the smallest key, heap[0]; returns the new size. The caller reads heap[0] before."""
     size -= 1
     key = heap[size]
     parent = 0
@@ -60,7 +60,7 @@ def heap_pop(heap: Array, size: int) -> int:
 
 @jit
 def _find_pair(pairs: Array, pair: int) -> int:
-    """Slot of `pair`, or the empty one where it belongs."""
+    """Slot of `pair`, or the empty slot for it."""
     mask = pairs.shape[0] - 1
     slot = hash_slot(pair, 0, 0, mask)
     while pairs[slot, PAIR] != 0 and pairs[slot, PAIR] != pair + 1:
@@ -70,7 +70,7 @@ def _find_pair(pairs: Array, pair: int) -> int:
 
 @jit
 def _with_room(pairs: Array, used: int, more: int) -> Array:
-    """The table of pairs with room for `more` new ones beside the `used` slots, half of it free."""
+    """The hash table of pairs, grown if necessary: `used` + `more` entries fill at most half of it."""
     slots = pairs.shape[0]
     while slots < 2 * (used + more):
         slots *= 2
@@ -89,9 +89,10 @@ def _with_room(pairs: Array, used: int, more: int) -> Array:
 def _raise_count(
     pairs: Array, pair: int, node: int, nodes: Array, places: Array, merge: int, state: Array, raised: Array
 ) -> None:
-    """Count `pair`, which now stands at `node`, and note the place; `raised` collects the slots this merge raised.
+    """Add the pair at `node` to its count and to its list of places.
 
-    `state` is [slots used in pairs, rows used in places, slots in raised].
+    `raised` collects the slots whose counts this merge raised. `state` is [slots used in pairs, rows used in places, slots in
+    raised].
     """
     slot = _find_pair(pairs, pair)
     if pairs[slot, PAIR] == 0:
@@ -114,7 +115,7 @@ def _raise_count(
 def _merge_at(
     node: int, token: int, nodes: Array, pairs: Array, places: Array, merge: int, state: Array, raised: Array
 ) -> None:
-    """Make one token of the one at `node` and its next, and recount the pairs with their neighbours."""
+    """Merge the token at `node` with its next, and update the counts of the pairs with both neighbours."""
     gone = int(nodes[node, NEXT])
     left, right = int(nodes[node, TOKEN]), int(nodes[gone, TOKEN])
     before, after = int(nodes[node, PREVIOUS]), int(nodes[gone, NEXT])
@@ -134,7 +135,7 @@ def _merge_at(
 
 @jit
 def _holds(nodes: Array, node: int, left: int, right: int) -> bool:
-    """Whether the tokens `left` and `right` stand at `node`."""
+    """Whether the pair `left`, `right` is at `node`."""
     return nodes[node, TOKEN] == left and nodes[node, NEXT] >= 0 and nodes[nodes[node, NEXT], TOKEN] == right
 
 
@@ -142,7 +143,7 @@ def _holds(nodes: Array, node: int, left: int, right: int) -> bool:
 def _merge_everywhere(
     slot: int, token: int, nodes: Array, pairs: Array, places: Array, merge: int, state: Array, raised: Array
 ) -> None:
-    """Merge the pair in `slot` into `token` wherever it stands, from left to right within each word."""
+    """Merge every occurrence of the pair in `slot` into `token`, from left to right within each word."""
     pair = int(pairs[slot, PAIR]) - 1
     left, right = pair >> 16, pair & 0xFFFF
     place = int(pairs[slot, PLACES])
@@ -151,7 +152,7 @@ def _merge_everywhere(
         place = int(places[place, 1])
         if not _holds(nodes, node, left, right):
             continue
-        # In a run of one token the pairs overlap: begin at its first, and merge the whole run now.
+        # In a run of equal tokens the pairs overlap. Go to the start of the run, and merge the whole run now.
         if left == right:
             while nodes[node, PREVIOUS] >= 0 and nodes[nodes[node, PREVIOUS], TOKEN] == left:
                 node = int(nodes[node, PREVIOUS])
@@ -166,7 +167,7 @@ def _merge_everywhere(
 
 @jit
 def _lay_out(data: Array, words: Array, byte_tokens: Array) -> Array:
-    """The nodes of the words, one after the other."""
+    """The nodes of all words, concatenated."""
     length = 0
     for word in range(words.shape[0]):
         length += words[word, 1] - words[word, 0]
@@ -187,41 +188,41 @@ def _lay_out(data: Array, words: Array, byte_tokens: Array) -> Array:
 
 @jit
 def _push_raised(heap: Array, size: int, pairs: Array, raised: Array, state: Array) -> int:
-    """Push the pairs whose counts were raised; returns the heap's size."""
+    """Push the pairs whose counts were raised onto the heap; returns its size."""
     for i in range(state[2]):
         count = int(pairs[raised[i], COUNT])
         if count > 0:
-            size = heap_push(heap, size, (_MOST - count) << 32 | int(pairs[raised[i], PAIR]) - 1)
+            size = heap_push(heap, size, (_MAX_COUNT - count) << 32 | int(pairs[raised[i], PAIR]) - 1)
     state[2] = 0
     return size
 
 
 @jit
 def _pop_most_frequent(heap: Array, size: int, pairs: Array) -> tuple[int, int]:
-    """Slot of the most frequent pair, -1 where none is left, and the heap's new size."""
+    """Slot of the most frequent pair (-1: none is left), and the heap's new size."""
     while size > 0:
         key = int(heap[0])
         size = heap_pop(heap, size)
         slot = _find_pair(pairs, key & 0xFFFFFFFF)
         count = int(pairs[slot, COUNT])
-        if count == _MOST - (key >> 32):
+        if count == _MAX_COUNT - (key >> 32):
             return slot, size
-        # The count fell since this key was pushed: the pair comes back where it belongs now.
+        # Stale key: the count has fallen since. Push the pair with its current count.
         if count > 0:
-            size = heap_push(heap, size, (_MOST - count) << 32 | key & 0xFFFFFFFF)
+            size = heap_push(heap, size, (_MAX_COUNT - count) << 32 | key & 0xFFFFFFFF)
     return -1, size
 
 
 @jit_nogil
 def learn_merges(data: Array, words: Array, byte_tokens: Array, num_tokens: int) -> Array:
-    """Learn merges until there are `num_tokens` tokens, or no word has two tokens any more.
+    """Learn merges until there are `num_tokens` tokens, or every word is one token.
 
-    No two merges give the same bytes: a pair is merged wherever it stands at once, so equal bytes that end as one token have
-    been merged in the same way.
+    No two merges give the same bytes. A merge replaces every occurrence of its pair, so equal bytes that become one token were
+    merged in the same way.
 
     Args:
         data: (bytes,) uint8.
-        words: (words, 3) int64 from count_words: begin, end, count; the counts of all bytes add up to less than 2^30.
+        words: (words, 3) int64 from count_words: begin, end, count; the sum of count x length is below 2^30.
         byte_tokens: (256,) int32, the token of each byte, 0 to 255; the first new token is 256.
         num_tokens: 256 to 65,536.
 
@@ -237,12 +238,12 @@ def learn_merges(data: Array, words: Array, byte_tokens: Array, num_tokens: int)
         if nodes[node, NEXT] >= 0:
             pair = int(nodes[node, TOKEN]) << 16 | int(nodes[node + 1, TOKEN])
             _raise_count(pairs, pair, node, nodes, places, 0, state, raised)
-    # A pair is pushed for a place noted, and a merge takes a node: neither outgrows its array.
+    # Each push belongs to a row of `places`, and each merge removes a node. So neither array overflows.
     heap, size = np.empty(places.shape[0], dtype=np.int64), 0
     merges, num_merges = np.empty((nodes.shape[0], 3), dtype=np.int32), 0
     while 256 + num_merges < num_tokens:
         size = _push_raised(heap, size, pairs, raised, state)
-        # A merge makes no more new pairs than its token with every other on either side.
+        # New pairs of a merge: at most its token with every token, on either side.
         pairs = _with_room(pairs, state[0], 2 * (256 + num_merges) + 2)
         slot, size = _pop_most_frequent(heap, size, pairs)
         if slot < 0:

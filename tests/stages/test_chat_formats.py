@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from stages.sources.chat_formats import Conversation, LeftOut, play_conversations, read_conversations
+from stages.sources.chat_formats import Conversation, LeftOut, parse_conversations, play_conversations
 from stages.sources.corpus import Source
-from stages.sources.records import Record
+from stages.sources.rows import InputRecord
 
 SCENES = """## ACT I
 
@@ -43,7 +43,7 @@ b3
 def read(value: Any, shape: str = "auto", left_out: LeftOut | None = None, **keys: Any) -> list[Conversation]:
     source = Source("local", files=("x",), format=shape, **keys)
     return list(
-        read_conversations(source, iter([Record("x", "x, line 7", value)]), None, left_out or LeftOut())
+        parse_conversations(source, iter([InputRecord("x", "x, line 7", value)]), None, left_out or LeftOut())
     )
 
 
@@ -77,7 +77,7 @@ def chat(*turns: tuple[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_shapes_detected_and_named(row: dict[str, Any], shape: str) -> None:
-    """Catches a shape that isn't told from its keys, and one that differs from what the same key `format` says."""
+    """Catches a shape that is not detected from its keys, and one that differs from what the same key `format` says."""
     assert [c.messages for c in read(row)] == [(("user", "q"), ("assistant", "a"))]
     assert read(row) == read(row, shape)
 
@@ -99,7 +99,7 @@ def test_system_first_and_unanswered_questions_cut() -> None:
     assert read(rows)[0].row() == {"messages": rows["messages"][:3]}
 
 
-# What chat data holds beside a text from each side: roles of tools, contents in parts, empty and doubled messages.
+# What chat data holds besides one text of each role: roles of tools, contents in parts, empty and doubled messages.
 @pytest.mark.parametrize(
     ("turns", "messages"),
     [
@@ -126,7 +126,7 @@ def test_system_first_and_unanswered_questions_cut() -> None:
     ],
 )
 def test_messages_become_a_conversation(turns: list[tuple[str, Any]], messages: str) -> None:
-    """Would catch an empty answer that is learnt, a side that speaks twice in a row, and words of a tool as an answer."""
+    """Would catch an empty answer that is supervised, a side that speaks twice in a row, and words of a tool as an answer."""
     expected = messages.replace("||", "\n\n")
     assert [", ".join(" ".join(turn) for turn in c.messages) for c in read(chat(*turns))] == (
         [expected] if expected else []
@@ -202,8 +202,8 @@ def test_bad_rows_are_left_out_counted_and_the_first_named(capsys: pytest.Captur
     source = Source("local", files=("x",))
     good = chat(("user", "q"), ("assistant", "a"))
     values = [row for bad, _ in BAD_ROWS for row in (bad, good)]
-    records = (Record("x", f"x, line {number}", value) for number, value in enumerate(values, start=1))
-    assert len(list(read_conversations(source, records, None, left_out))) == len(BAD_ROWS)
+    records = (InputRecord("x", f"x, line {number}", value) for number, value in enumerate(values, start=1))
+    assert len(list(parse_conversations(source, records, None, left_out))) == len(BAD_ROWS)
     assert left_out.bad_rows == len(BAD_ROWS)
     said = capsys.readouterr().err.splitlines()
     assert [line.split(": expected")[0].split(": not")[0] for line in said] == [
@@ -213,7 +213,7 @@ def test_bad_rows_are_left_out_counted_and_the_first_named(capsys: pytest.Captur
 
 
 def test_play_conversations_stay_in_a_scene_and_between_two() -> None:
-    """Catches answers from another scene or a third person in a longer talk, and an answer that is learnt twice."""
+    """Catches answers from another scene or a third person in a longer talk, and an answer that is supervised twice."""
     pairs = ("a1", "b1"), ("b1", "a2"), ("a2", "b2"), ("b2", "c1"), ("a3", "b3")
     single = [[("user", question), ("assistant", answer)] for question, answer in pairs]
     assert list(play_conversations(SCENES, 1, None)) == single

@@ -12,11 +12,11 @@ from stages.sources.corpus import (
     Conversations,
     Corpus,
     Document,
+    HoldoutRule,
     Source,
-    Validation,
-    divide,
-    limited,
+    limit_bytes,
     mix,
+    split_document,
 )
 from stages.text_files import RowWriter, atomic_file
 
@@ -56,18 +56,18 @@ def test_section_errors() -> None:
     """Catches mixtures whose shares are undefined, a missing held-out part and a format of the other section."""
     source = Source("local", files=("a.txt",))
     weighted = Source("local", files=("a.txt",), weight=1.0)
-    tenth = Validation(fraction=0.1)
+    tenth = HoldoutRule(fraction=0.1)
     for make, message in (
         (lambda: Corpus("c", (), tenth), "corpus.sources is empty"),
         (lambda: Corpus("c", (source, weighted), tenth), "give every source a weight, or none"),
-        (lambda: Corpus("c", (source,), Validation()), "corpus.validation: set one of"),
+        (lambda: Corpus("c", (source,), HoldoutRule()), "corpus.validation: set one of"),
         (
             lambda: Corpus("c", (Source("local", files=("a",), format="alpaca"),), tenth),
             "format must be one of auto, play",
         ),
-        (lambda: Validation(fraction=0.1, tail=0.1), "set one of documents, fraction and tail"),
-        (lambda: Validation(fraction=1.0), "validation.fraction must be at least 0 and below 1, got 1.0"),
-        (lambda: Conversations("c", (source,), Validation(tail=0.1)), "a conversation has no tail"),
+        (lambda: HoldoutRule(fraction=0.1, tail=0.1), "set one of documents, fraction and tail"),
+        (lambda: HoldoutRule(fraction=1.0), "validation.fraction must be at least 0 and below 1, got 1.0"),
+        (lambda: Conversations("c", (source,), HoldoutRule(tail=0.1)), "a conversation has no tail"),
         (
             lambda: Conversations("c", (source,), tenth, max_chars=0),
             "conversations.max_chars must be at least 1",
@@ -78,7 +78,7 @@ def test_section_errors() -> None:
 
 
 def test_mixture_keeps_its_shares_and_its_order() -> None:
-    """Catches shares of documents instead of bytes, an order that isn't fixed, and a mixture that goes on with one source."""
+    """Catches shares of documents instead of bytes, an order that isn't fixed, and a mixture that continues with one source."""
     books, web = documents("book", [100] * 50), documents("web", [10] * 1000)
     mixed = list(mix([iter(books), iter(web)], [0.25, 0.75]))
     assert mixed == list(mix([iter(books), iter(web)], [0.25, 0.75]))
@@ -100,14 +100,14 @@ def test_without_weights_all_of_every_source() -> None:
 def test_byte_limit_counts_the_document_that_reaches_it() -> None:
     """Catches a limit that is off by one document, and one that reads a document too many from the network."""
     stream = iter(documents("a", [4, 4, 4, 4]))
-    assert [d.size for d in limited(stream, 8)] == [4, 4]
+    assert [d.size for d in limit_bytes(stream, 8)] == [4, 4]
     assert len(list(stream)) == 2
-    assert len(list(limited(iter(documents("a", [4, 4])), None))) == 2
+    assert len(list(limit_bytes(iter(documents("a", [4, 4])), None))) == 2
 
 
 def test_fraction_depends_on_the_text_alone() -> None:
     """Catches a choice that changes with the order, the name or the process, and copies of a text in both splits."""
-    validation = Validation(fraction=0.25)
+    validation = HoldoutRule(fraction=0.25)
     held_out = {text for text in map(str, range(4000)) if validation.holds_out("a", text)}
     assert held_out == {text for text in map(str, reversed(range(4000))) if validation.holds_out("b", text)}
     # Binomial with p = 1/4: 5 standard deviations are 5 * sqrt(4000 * 3/16) = 137.
@@ -117,9 +117,9 @@ def test_fraction_depends_on_the_text_alone() -> None:
 
 def test_documents_are_held_out_whole_by_name() -> None:
     """Catches globs over the text instead of the name."""
-    validation = Validation(documents=("*/b.txt",))
-    assert [split for split, _ in divide(Document("x/b.txt", "text", 4), validation)] == [VAL]
-    assert [split for split, _ in divide(Document("x/a.txt", "x/b.txt", 7), validation)] == [TRAIN]
+    validation = HoldoutRule(documents=("*/b.txt",))
+    assert [split for split, _ in split_document(Document("x/b.txt", "text", 4), validation)] == [VAL]
+    assert [split for split, _ in split_document(Document("x/a.txt", "x/b.txt", 7), validation)] == [TRAIN]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_documents_are_held_out_whole_by_name() -> None:
 )
 def test_tail_loses_nothing(text: str) -> None:
     """Catches a cut that drops or doubles a character, counts characters as bytes, or yields an empty part."""
-    parts = list(divide(Document("a", text, len(text.encode())), Validation(tail=0.3)))
+    parts = list(split_document(Document("a", text, len(text.encode())), HoldoutRule(tail=0.3)))
     assert "".join(part.text for _, part in parts) == text
     assert all(part.size == len(part.text.encode()) > 0 for _, part in parts)
     assert [split for split, _ in parts] in ([TRAIN, VAL], [VAL])
@@ -135,7 +135,7 @@ def test_tail_loses_nothing(text: str) -> None:
 
 def test_tail_is_cut_at_a_line() -> None:
     """Catches a validation text that begins within a word."""
-    parts = dict(divide(Document("a", "aaaa\nbbbb\ncccc\n", 15), Validation(tail=0.4)))
+    parts = dict(split_document(Document("a", "aaaa\nbbbb\ncccc\n", 15), HoldoutRule(tail=0.4)))
     assert (parts[TRAIN].text, parts[VAL].text) == ("aaaa\n", "bbbb\ncccc\n")
 
 

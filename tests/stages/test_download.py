@@ -17,7 +17,7 @@ import yaml
 from stages import download
 from stages.documents import read_documents
 from stages.schema import build
-from stages.sources.corpus import Conversations, Corpus, Source, Validation, place
+from stages.sources.corpus import Conversations, Corpus, HoldoutRule, Source, hash_fraction
 from stages.text_files import read_rows
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -37,11 +37,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def small(**keys: Any) -> Any:
     plays = Source("local", files=("*.md",), format="play", license="MIT", max_exchanges=2)
-    macbeth = Validation(documents=("macbeth.*",))
+    macbeth = HoldoutRule(documents=("macbeth.*",))
     corpus = Corpus("small", (plays,), macbeth)
     pairs = Source("local", files=("pairs.jsonl",))
     conversations = Conversations(
-        "small", (replace(plays, validation=macbeth), pairs), Validation(fraction=0.3), 60
+        "small", (replace(plays, validation=macbeth), pairs), HoldoutRule(fraction=0.3), 60
     )
     return SimpleNamespace(**({"corpus": corpus, "conversations": conversations} | keys))
 
@@ -111,7 +111,7 @@ def test_a_failed_run_leaves_no_manifest(here: Path) -> None:
 def test_too_long_conversations_are_counted(here: Path) -> None:
     """Catches a limit on single messages, one that is off by one, and conversations that vanish without a count."""
     pairs = Source("local", files=("pairs.jsonl",))
-    section = Conversations("small", (pairs,), Validation(fraction=0.5), max_chars=len("question 1answer 1"))
+    section = Conversations("small", (pairs,), HoldoutRule(fraction=0.5), max_chars=len("question 1answer 1"))
     facts = download.write_conversations(section, here / "out")
     assert facts["left_out"] == {"too_long": 10, "repeated": 3, "empty": 0, "tool_messages": 0, "bad_rows": 0}
     assert facts["train"]["count"] + facts["val"]["count"] == 10
@@ -122,13 +122,13 @@ def test_bad_rows_and_empty_answers_are_counted(here: Path, capsys: pytest.Captu
     rows: list[dict[str, Any]] = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(20)]
     rows += [{"prompt": "q", "completion": " "}, {"other": 1}, {}]
     (here / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8", newline="\n")
-    section = Conversations("small", (Source("local", files=("pairs.jsonl",)),), Validation(fraction=0.3))
+    section = Conversations("small", (Source("local", files=("pairs.jsonl",)),), HoldoutRule(fraction=0.3))
     facts = download.write_conversations(section, here / "out")
     assert facts["left_out"] == {"too_long": 0, "repeated": 0, "empty": 1, "tool_messages": 0, "bad_rows": 2}
     assert facts["train"]["count"] + facts["val"]["count"] == 20
     said = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in said[:2]] == ["left out: pairs.jsonl"] * 2
-    assert said[2] == "conversations: 2 bad rows left out; on_bad_row=error ends at the first"
+    assert said[2] == "conversations: 2 bad rows left out; conversations.on_bad_row=error stops at the first"
     with pytest.raises(ValueError, match=r"^pairs\.jsonl, line 22: expected messages, "):
         download.write_conversations(replace(section, on_bad_row="error"), here / "out")
 
@@ -147,7 +147,7 @@ def test_damaged_lines_are_bad_rows(here: Path) -> None:
     one = json.dumps({"prompt": "one", "completion": "object"}, indent=1)
     (here / "items_One.json.gz").write_bytes(gzip.compress(one.encode()))
     section = Conversations(
-        "small", (Source("local", files=("pairs.jsonl", "items*")),), Validation(fraction=0.3)
+        "small", (Source("local", files=("pairs.jsonl", "items*")),), HoldoutRule(fraction=0.3)
     )
     facts = download.write_conversations(section, here / "out")
     assert facts["train"]["count"] + facts["val"]["count"] == 81 and facts["left_out"]["bad_rows"] == 7
@@ -160,7 +160,7 @@ def test_nothing_but_bad_rows(here: Path) -> None:
     (here / "pairs.jsonl").write_text(
         '{"question": "q", "answer": "a"}\n' * 9, encoding="utf-8", newline="\n"
     )
-    section = Conversations("small", (Source("local", files=("pairs.jsonl",)),), Validation(fraction=0.3))
+    section = Conversations("small", (Source("local", files=("pairs.jsonl",)),), HoldoutRule(fraction=0.3))
     with pytest.raises(
         ValueError, match=r"nothing to read in .*; 9 bad rows, the first: pairs\.jsonl, line 1: .* answer"
     ):
@@ -175,7 +175,7 @@ def test_one_held_out_conversation_is_told(here: Path, capsys: pytest.CaptureFix
     for fraction in (0.01, 0.02, 0.03, 0.05, 0.3):
         with suppress(ValueError):  # no conversation is held out
             facts = download.write_conversations(
-                Conversations("small", (source,), Validation(fraction=fraction)), here / "out"
+                Conversations("small", (source,), HoldoutRule(fraction=fraction)), here / "out"
             )
             told = "so eval has no answer_loss_shuffled" in capsys.readouterr().out
             assert told == (facts["val"]["count"] == 1)
@@ -191,20 +191,22 @@ def test_a_fraction_of_few_holds_out_one(here: Path, capsys: pytest.CaptureFixtu
     )
     pairs = Source("local", files=("pairs.jsonl",))
     few = download.write_conversations(
-        Conversations("small", (pairs,), Validation(fraction=1e-9)), here / "out"
+        Conversations("small", (pairs,), HoldoutRule(fraction=1e-9)), here / "out"
     )
     assert (few["train"]["count"], few["val"]["count"], few["left_out"]["bad_rows"]) == (19, 1, 1)
     said = capsys.readouterr()
     assert "validation.fraction = 1e-09 of so few holds out none, so one is held out" in said.out
     assert said.err.count("left out: pairs.jsonl, line 1") == 1
     ((_, held_out),) = read_rows(here / "out" / "conversations.val.jsonl.zst")
-    assert place(held_out["messages"][0]["content"]) == min(place(row["prompt"]) for row in rows)
-    corpus = replace(small().corpus, validation=Validation(fraction=1e-9))
+    assert hash_fraction(held_out["messages"][0]["content"]) == min(
+        hash_fraction(row["prompt"]) for row in rows
+    )
+    corpus = replace(small().corpus, validation=HoldoutRule(fraction=1e-9))
     assert download.write_corpus(corpus, here / "out")["val"]["count"] == 1
     alone = replace(corpus, sources=(Source("local", files=("ado.md",)),))
     with pytest.raises(ValueError, match="small: the split val is empty"):
         download.write_corpus(alone, here / "out")
-    own = replace(corpus.sources[0], validation=Validation(documents=("nobody*", "ado*")))
+    own = replace(corpus.sources[0], validation=HoldoutRule(documents=("nobody*", "ado*")))
     with pytest.raises(ValueError, match=r"no document is named like nobody\*"):
         download.write_corpus(replace(corpus, sources=(own,)), here / "out")
 
@@ -221,12 +223,12 @@ def test_short_tails_of_many_documents_are_refused(
         (here / "many" / f"{number}.txt").write_text(
             f"{number} " + "x" * length, encoding="utf-8", newline="\n"
         )
-    corpus = Corpus("many", (Source("local", files=("many/*",)),), Validation(tail=0.1))
+    corpus = Corpus("many", (Source("local", files=("many/*",)),), HoldoutRule(tail=0.1))
     if refused:
         with pytest.raises(ValueError, match=r"^corpus\.validation\.tail: the held-out ends of 120 documents have [67] bytes "
                                              r".*set corpus\.validation\.tail=0 corpus\.validation\.fraction=0\.1$"):  # fmt: skip
             download.write_corpus(corpus, here / "out")
-        corpus = replace(corpus, validation=Validation(fraction=0.1))
+        corpus = replace(corpus, validation=HoldoutRule(fraction=0.1))
     assert download.write_corpus(corpus, here / "out")["val"]["count"] > 0
 
 
@@ -236,15 +238,15 @@ def test_empty_splits_and_globs_without_effect(here: Path) -> None:
     (here / "empty.txt").write_text(" \n", encoding="utf-8", newline="\n")
     for changed, message in (
         (
-            replace(corpus, validation=Validation(documents=("*",))),
+            replace(corpus, validation=HoldoutRule(documents=("*",))),
             r"small: the split train is empty.*corpus\.validation",
         ),
         (
-            replace(corpus, validation=Validation(documents=("mac*", "lear*"))),
+            replace(corpus, validation=HoldoutRule(documents=("mac*", "lear*"))),
             r"no document is named like lear\*",
         ),
         (
-            Corpus("e", (Source("local", files=("empty.txt",)),), Validation(tail=0.1)),
+            Corpus("e", (Source("local", files=("empty.txt",)),), HoldoutRule(tail=0.1)),
             r"e: nothing to read in empty\.txt",
         ),
     ):

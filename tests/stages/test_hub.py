@@ -14,7 +14,7 @@ from stages.sources.corpus import Source
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Three parquet files of 20 rows, as a dataset lies on the hub."""
+    """Three parquet files of 20 rows, in the layout of a dataset on the hub."""
     folder = tmp_path / "tiny_stories"
     (folder / "data").mkdir(parents=True)
     for number in range(3):
@@ -75,12 +75,12 @@ def test_interrupted_fetch_goes_on(
         return opened[-1]
 
     for stop in (1, 9, 33):
-        rows = hub.kept_rows(parts, open_stream)
+        rows = hub.cached_rows(parts, open_stream)
         assert list(itertools.islice(rows, stop)) == STORIES[:stop]
         rows.close()
-    assert list(hub.kept_rows(parts, open_stream)) == STORIES
+    assert list(hub.cached_rows(parts, open_stream)) == STORIES
     assert len(opened) == 4
-    assert list(hub.kept_rows(parts, open_stream)) == STORIES
+    assert list(hub.cached_rows(parts, open_stream)) == STORIES
     assert len(opened) == 4
 
 
@@ -106,21 +106,21 @@ def test_a_broken_stream_keeps_what_came(tmp_path: Path) -> None:
 
     whole = False
     with pytest.raises(ValueError, match=r"broke off \(ConnectionError: reset by peer\); run again to go on"):
-        list(hub.kept_rows(tmp_path, Breaking))
+        list(hub.cached_rows(tmp_path, Breaking))
     whole = True
-    assert list(hub.kept_rows(tmp_path, Breaking)) == STORIES
+    assert list(hub.cached_rows(tmp_path, Breaking)) == STORIES
 
 
-def test_a_damaged_part_is_fetched_anew(
+def test_a_damaged_part_is_fetched_again(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches bytes of a damaged cache that reach the corpus."""
     monkeypatch.setattr(hub, "PART_BYTES", 200)
     parts = tmp_path / "parts"
     source = Source("hf", dataset=str(dataset))
-    assert list(hub.kept_rows(parts, lambda: hub._open_stream(source, None, ("text",)))) == STORIES
+    assert list(hub.cached_rows(parts, lambda: hub._open_stream(source, None, ("text",)))) == STORIES
     middle = parts / "part_00002.jsonl.zst"
     whole = middle.read_bytes()
     middle.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert list(hub.kept_rows(parts, lambda: hub._open_stream(source, None, ("text",)))) == STORIES
+    assert list(hub.cached_rows(parts, lambda: hub._open_stream(source, None, ("text",)))) == STORIES
     assert middle.read_bytes() == whole

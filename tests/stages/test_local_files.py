@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stages.sources.corpus import Source
-from stages.sources.local_files import find_files, shown
+from stages.sources.local_files import display_name, find_files
 from stages.sources.records import open_source, read_source
 
 
@@ -68,13 +68,11 @@ def test_links_to_one_file_give_it_once() -> None:
     assert found("t/*", "t/**/*") == ["t/b.txt", "t/z.txt"]
 
 
-# DVC hashes no folder behind a link: a change there would leave the old text in place, as up to date.
+# DVC does not hash a folder that is a link: a change there would leave the old text in place, as up to date.
 def test_a_link_to_a_folder_elsewhere_is_named() -> None:
     make("t/a.txt", "away/b.txt")
     Path("t/novels").symlink_to("../away", target_is_directory=True)
-    with pytest.raises(
-        ValueError, match=r"^t/novels: a link to the folder .*away: DVC does not look behind it"
-    ):
+    with pytest.raises(ValueError, match=r"^t/novels: a link to the folder .*away: DVC does not follow it"):
         find_files(["t/**/*"])
     assert found("t/*.txt") == ["t/a.txt"]
     Path("all").symlink_to(
@@ -142,5 +140,5 @@ def test_names_that_are_not_utf8_are_written_with_replacements(capsys: pytest.Ca
     Path(names[0]).write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"caf\ufffd[.]txt: not UTF-8 at byte 0"):
         list(read_source(source, open_source(source, ("text",)).records))
-    print(shown(names[0]))
+    print(display_name(names[0]))
     assert capsys.readouterr().out == "t/caf\ufffd.txt\n"

@@ -87,7 +87,7 @@ def test_columns_of_one_name_and_none_of_the_wanted() -> None:
 
 
 def test_row_groups_and_empty_ones() -> None:
-    """Would catch rows lost or numbered anew where a group ends."""
+    """Would catch rows lost at the end of a group, and numbering that starts again there."""
     table = pyarrow.table({"text": [f"t{n}" for n in range(7)]})
     data = written(table, row_group_size=3)
     places = [where for where, _ in stream_parquet(io.BytesIO(data), "a.parquet", ["text"])]

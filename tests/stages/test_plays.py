@@ -1,6 +1,6 @@
 """The text of a printed play and its scenes, from Markdown with the oddities of the real source."""
 
-from stages.sources.plays import parse, printed, scenes
+from stages.sources.plays import parse, printed_play, scenes
 
 PLAY = """# A Play
 
@@ -80,8 +80,8 @@ Sir?
 
 
 def test_printed_play() -> None:
-    """Catches marks left in the text, lost words, names not on a line of their own, and directions that split a speech."""
-    assert printed(PLAY) == PRINTED
+    """Catches marks left in the text, lost words, names that share a line, and directions that split a speech."""
+    assert printed_play(PLAY) == PRINTED
 
 
 def test_scenes_hold_spoken_words_alone() -> None:
@@ -98,18 +98,18 @@ def test_scenes_hold_spoken_words_alone() -> None:
 
 def test_windows_newlines_change_nothing() -> None:
     """Catches a parse that depends on how the file's lines end."""
-    assert printed(PLAY.replace("\n", "\r\n")) == PRINTED
+    assert printed_play(PLAY.replace("\n", "\r\n")) == PRINTED
 
 
 def test_words_without_a_name_stay_in_the_text_alone() -> None:
     """Catches a nameless song that is lost in print, or that becomes somebody's answer."""
     play = "## ACT I\n\n_Music_\n\nTake, O, take\n\n**A**\nYes.\n"
-    assert printed(play) == "ACT I\n\n[Music]\n\nTake, O, take\n\nA:\nYes.\n"
+    assert printed_play(play) == "ACT I\n\n[Music]\n\nTake, O, take\n\nA:\nYes.\n"
     assert list(scenes(play)) == [[("A", "Yes.")]]
 
 
 def test_every_kind_of_part_in_order() -> None:
-    """Catches parts out of order, as when a direction is held back behind the next name."""
+    """Catches parts out of order, as when a direction is held back until after the next name."""
     kinds = [part.kind for part in parse(PLAY)]
     assert kinds == ["heading", "heading", "heading", "direction", "speech", "direction", "speech", "speech", "direction",
                      "heading", "speech", "speech"]  # fmt: skip

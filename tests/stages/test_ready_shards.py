@@ -1,4 +1,4 @@
-"""Ready-made shards: llm.c's files of GPT-2's tokens, read where they lie."""
+"""Ready-made shards: llm.c's files of GPT-2's tokens, read in place."""
 
 import json
 import struct
@@ -14,9 +14,9 @@ from stages import ready_shards, shard, train_bpe
 from stages.batches import PretrainBatches
 from stages.download import write_corpus
 from stages.shard_format import BLOCK_TOKENS, ShardSet, open_split
-from stages.sources.corpus import Corpus, Validation
+from stages.sources.corpus import Corpus, HoldoutRule
 from stages.tokenizer import Tokenizer
-from stages.tokenizer.file_format import BYTE_ORDER, _written
+from stages.tokenizer.file_format import BYTE_ORDER, token_text
 
 SEPARATOR = "<|endoftext|>"
 TEXTS = ["the other theme", "of the mother", "to be, or not to be", "caf\u00e9"]
@@ -29,9 +29,9 @@ def llmc_bytes(ids: list[int], magic: int = 20240520, version: int = 1) -> bytes
 
 @pytest.fixture
 def gpt2(tmp_path: Path) -> Tokenizer:
-    """A tokenizer in GPT-2's two files, taken by the stage train_bpe without any text."""
+    """A tokenizer in GPT-2's two files, adopted by the stage train_bpe without any text."""
     learned = Tokenizer.train(TEXTS, 270, [])
-    written = [_written(token) for token in learned.token_bytes] + [SEPARATOR]
+    written = [token_text(token) for token in learned.token_bytes] + [SEPARATOR]
     merges = [f"{written[left]} {written[right]}" for left, right, _ in learned.merges]
     folder = tmp_path / "gpt2"
     folder.mkdir()
@@ -39,10 +39,10 @@ def gpt2(tmp_path: Path) -> Tokenizer:
         json.dumps({text: token for token, text in enumerate(written)}), encoding="utf-8"
     )
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]), encoding="utf-8")
-    write_corpus(Corpus("none", (), Validation()), tmp_path)
+    write_corpus(Corpus("none", (), HoldoutRule()), tmp_path)
     section = SimpleNamespace(pretrained=folder, special_tokens=(SEPARATOR,), sample_bytes=100)
     settings: Any = SimpleNamespace(train_bpe=section, runtime=SimpleNamespace(threads=1))
-    train_bpe.run(settings, train=tmp_path / "train.jsonl.zst", tokenizer=tmp_path / "tokenizer.json")
+    train_bpe.run(settings, train=tmp_path / "train.jsonl.zst", tokenizer_path=tmp_path / "tokenizer.json")
     return Tokenizer.load(tmp_path / "tokenizer.json")
 
 
@@ -68,12 +68,12 @@ def run(folder: Path, take: Path) -> dict[str, ShardSet]:
         settings,
         train=folder / "no",
         val=folder / "no",
-        tokenizer=folder / "tokenizer.json",
+        tokenizer_path=folder / "tokenizer.json",
         folder=folder / "shard",
     )
-    words = Tokenizer.load(folder / "tokenizer.json")
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
     return {
-        split: open_split(folder / "shard", split, words.sha256, words.vocab_size)
+        split: open_split(folder / "shard", split, tokenizer.sha256, tokenizer.vocab_size)
         for split in ("train", "val")
     }
 
@@ -109,7 +109,7 @@ def test_files_are_one_stream(
     assert batch.tokens[2].tolist() == ids[start : start + 8]
 
 
-# A byte that changed since, or a folder that moved, reported as a fault of data/shard, which `dvc repro` could mend.
+# A byte that changed since, or a folder that moved, reported as a fault of data/shard, which `dvc repro` could fix.
 def test_changed_and_moved_files_name_shard_take(tmp_path: Path, files: dict[str, list[int]]) -> None:
     folder = tmp_path / "fineweb"
     splits = run(tmp_path, folder)
@@ -123,12 +123,12 @@ def test_changed_and_moved_files_name_shard_take(tmp_path: Path, files: dict[str
     ):
         splits["train"].read(splits["train"].tokens - 1, splits["train"].tokens)
     folder.rename(tmp_path / "elsewhere")
-    words = Tokenizer.load(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     with pytest.raises(
         ValueError,
         match=r"train_000001\.bin: not found; put the files of shard\.pretokenized = .*fineweb back, or",
     ):
-        open_split(tmp_path / "shard", "train", words.sha256, words.vocab_size)
+        open_split(tmp_path / "shard", "train", tokenizer.sha256, tokenizer.vocab_size)
 
 
 def replaced(name: str, data: bytes) -> Callable[[Path], object]:
@@ -136,15 +136,15 @@ def replaced(name: str, data: bytes) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(data)
 
 
-LATE = [1] * (BLOCK_TOKENS + 5) + [271]  # behind the first piece
+LATE = [1] * (BLOCK_TOKENS + 5) + [271]  # after the first piece
 SPOIL: dict[str, tuple[Callable[[Path], object], str]] = {
     "id of a larger vocabulary": (
         replaced("fineweb_val_000000.bin", llmc_bytes([1, 2, 300])),
-        r"val_000000\.bin: expected ids below 271, the vocabulary that train_bpe\.pretrained gives, found 300 at token 2; take",
+        r"val_000000\.bin: expected ids below 271, the vocabulary of train_bpe\.pretrained, found 300 at token 2; set",
     ),
     "id in a later piece": (
         replaced("fineweb_val_000000.bin", llmc_bytes(LATE)),
-        r"found 271 at token 32773; take",
+        r"found 271 at token 32773; set train_bpe\.pretrained",
     ),
     "cut": (
         replaced("fineweb_train_000001.bin", llmc_bytes([1, 2, 3])[:-1]),
@@ -176,7 +176,7 @@ SPOIL: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no text": (
         replaced("fineweb_val_000000.bin", llmc_bytes([270])),
-        r"expected tokens of text in its split, found special",
+        r"expected tokens of text in its split, found only special",
     ),
 }
 

@@ -56,7 +56,7 @@ def run(folder: Path, train: list[str], val: list[str], tokens_per_shard: int = 
         shard=SimpleNamespace(tokens_per_shard=tokens_per_shard, pretokenized=None)
     )
     paths = {"train": folder / "train.jsonl.zst", "val": folder / "val.jsonl.zst"}
-    shard.run(settings, tokenizer=folder / "tokenizer.json", folder=folder / "shard", **paths)
+    shard.run(settings, tokenizer_path=folder / "tokenizer.json", folder=folder / "shard", **paths)
 
 
 def crc32_of(ids: list[int]) -> str:
@@ -88,8 +88,8 @@ def test_stage_writes_what_it_says(
         },
     }  # fmt: skip
     assert capsys.readouterr().out.splitlines() == [
-        "train: 3 documents, 10 bytes, 13 tokens (0.77 bytes a token), 2 shards",
-        "val: 1 documents, 3 bytes, 4 tokens (0.75 bytes a token), 1 shards",
+        "train: 3 documents, 10 bytes, 13 tokens (0.77 bytes per token), 2 shards",
+        "val: 1 documents, 3 bytes, 4 tokens (0.75 bytes per token), 1 shards",
     ]
 
 
@@ -110,7 +110,7 @@ def test_real_tokenizer_gives_the_text_back(tmp_path: Path) -> None:
 
 
 def test_two_runs_are_equal_and_leave_nothing_of_the_first(tmp_path: Path, tokenizer: Any) -> None:
-    """Catches shards of a longer earlier run that stay behind, and outputs that hold a time or a path."""
+    """Catches shards of a longer earlier run that remain, and outputs that hold a time or a path."""
     run(tmp_path, ["a" * 100], ["b" * 30])
     run(tmp_path, ["a" * 29], ["b"])
     first = {path.name: path.read_bytes() for path in (tmp_path / "shard").iterdir()}

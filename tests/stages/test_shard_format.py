@@ -316,7 +316,7 @@ def test_blocks_are_read_whole_once(flipped: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_clear_removes_what_an_earlier_run_left(tmp_path: Path) -> None:
-    """Catches shards of a longer earlier run beside a shorter new one, and an index that outlives its shards."""
+    """Catches shards of a longer earlier run that remain next to those of a shorter one, and an index without its shards."""
     write_split(tmp_path, [4, 6])
     (tmp_path / "val_00002.bin.partial").write_bytes(b"half")
     (tmp_path / "mine.txt").write_text("kept", encoding="utf-8")

@@ -70,7 +70,7 @@ def joined(word: tuple[int, ...], pair: tuple[int, int], token: int) -> tuple[in
 
 
 def naive_merges(texts: list[bytes], num_tokens: int) -> list[tuple[int, int, int]]:
-    """Count all pairs anew for every merge; the most frequent, then the smallest, wins."""
+    """Recount all pairs for every merge; the most frequent, then the smallest, wins."""
     counts = Counter(
         tuple(BYTE_ORDER.index(byte) for byte in word) for text in texts for word in words_of(text)
     )
@@ -264,7 +264,7 @@ def test_batches_are_the_texts_one_by_one() -> None:
     assert tokenizer.encode_batch([]) == []
 
 
-# A full cache that forgets to forget: words of one would be answered with the tokens of another.
+# A full cache that is not emptied: words would get the tokens of other words.
 def test_cache_is_emptied_when_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.tokenizer._CACHE_WORDS", 8)
     tokenizer = Tokenizer.train([REFERENCE_TEXT[:12_000]], 600, SPECIAL)
@@ -314,7 +314,7 @@ def test_file_is_canonical(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b.json", "tokenizer.json"]
 
 
-# Special tokens anywhere but behind the rest, or counted in bits per byte; lengths of characters instead of bytes.
+# Special tokens that are not the last ids, or counted in bits per byte; lengths of characters instead of bytes.
 def test_ids_and_lengths() -> None:
     tokenizer = Tokenizer.train(["\u00e9\u00e9\u00e9 \u00e9\u00e9"], 256 + 2 + 3, SPECIAL)
     assert tokenizer.vocab_size == 261

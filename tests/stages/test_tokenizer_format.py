@@ -1,4 +1,4 @@
-"""tokenizer.json and GPT-2's two files: what is read, and what is refused with which words."""
+"""tokenizer.json and GPT-2's two files: what is read, and the error messages of what is refused."""
 
 import json
 from collections.abc import Callable
@@ -101,7 +101,7 @@ def written(tmp_path: Path, changed: object) -> Path:
             lambda c: c["model"]["merges"].append("x y"),
             r"merge 8 \('x', 'y'\): 'xy' is not in the vocabulary",
         ),
-        (lambda c: c["model"]["merges"].append(c["model"]["merges"][0]), r"merge 8 \(.*\) is there twice"),
+        (lambda c: c["model"]["merges"].append(c["model"]["merges"][0]), r"merge 8 \(.*\) occurs twice"),
     ],
 )
 def test_load_says_what_is_wrong(tmp_path: Path, change: Change, message: str) -> None:
@@ -111,7 +111,7 @@ def test_load_says_what_is_wrong(tmp_path: Path, change: Change, message: str) -
     with pytest.raises(ValueError, match=message.replace("<|", r"<\|").replace("|>", r"\|>")) as error:
         Tokenizer.load(path)
     assert str(error.value).startswith(f"{path}: ")
-    assert str(error.value).endswith("; make it anew: .venv/bin/dvc repro train_bpe")
+    assert str(error.value).endswith("; run: .venv/bin/dvc repro train_bpe")
     assert "\n" not in str(error.value)
 
 
@@ -174,10 +174,10 @@ def test_take_a_folder(tmp_path: Path) -> None:
     assert Tokenizer.from_pretrained(tmp_path, SPECIAL).sha256 == ours.sha256
     (tmp_path / "tokenizer.json").unlink()
     expected = r"expected vocab.json and merges.txt \(or encoder.json and vocab.bpe\), or tokenizer.json in it, found"
-    with pytest.raises(ValueError, match=f"{expected} only vocab.json; give train_bpe.pretrained another"):
+    with pytest.raises(ValueError, match=f"{expected} only vocab.json; set train_bpe.pretrained to another"):
         Tokenizer.from_pretrained(tmp_path, SPECIAL)
     (tmp_path / "vocab.json").unlink()
-    with pytest.raises(ValueError, match=f"{expected} none of them; give train_bpe.pretrained another"):
+    with pytest.raises(ValueError, match=f"{expected} none of them; set train_bpe.pretrained to another"):
         Tokenizer.from_pretrained(tmp_path, SPECIAL)
 
 
@@ -223,7 +223,7 @@ def test_tokenizers_finds_what_is_not_special(tmp_path: Path) -> None:
     assert theirs.encode("a<|pad|>b").ids[1:-1] == [265]
     for place in (path, tmp_path):
         with pytest.raises(
-            ValueError, match=r"for the added token '<\|pad\|>' .*; give train_bpe.pretrained another"
+            ValueError, match=r"for the added token '<\|pad\|>' .*; set train_bpe.pretrained to another"
         ):
             Tokenizer.from_pretrained(place, SPECIAL)
 

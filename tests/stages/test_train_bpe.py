@@ -31,7 +31,9 @@ def run(folder: Path, texts: list[str], **chosen: Any) -> Path:
         **chosen,
     }
     settings: Any = SimpleNamespace(train_bpe=SimpleNamespace(**section), runtime=SimpleNamespace(threads=0))
-    train_bpe.run(settings, train=folder / "train.jsonl.zst", tokenizer=folder / "out" / "tokenizer.json")
+    train_bpe.run(
+        settings, train=folder / "train.jsonl.zst", tokenizer_path=folder / "out" / "tokenizer.json"
+    )
     return folder / "out" / "tokenizer.json"
 
 
@@ -43,7 +45,8 @@ def test_stage_learns_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert tokenizer.sha256 == Tokenizer.train(texts, 270, SPECIAL).sha256
     assert [entry.name for entry in path.parent.iterdir()] == ["tokenizer.json"]
     tokens = sum(len(tokenizer.encode(text)) for text in texts)
-    line = f"270 ids (2 special), merges learned from 3 documents, 33 bytes: {tokens:,} tokens, {33 / tokens:.2f} bytes a token; "
+    size = f"33 bytes: {tokens:,} tokens, {33 / tokens:.2f} bytes per token; "
+    line = f"270 ids (2 special), merges learned from 3 documents, {size}"
     assert capsys.readouterr().out.startswith(line)
 
 
