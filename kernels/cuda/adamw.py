@@ -13,7 +13,7 @@ def adamw(
     exp_avg: Array,
     exp_avg_sq: Array,
     grads: Array,
-    copy: Array | None,
+    compute_weights: Array | None,
     flags: Array,
     grad_norm: Array,
     lr: Array,
@@ -25,19 +25,20 @@ def adamw(
     weight_decay: float,
     grad_clip: float,
 ) -> None:
-    """See kernels.cpu.adamw.adamw; copy is fp32 or bf16, the other flat arrays fp32.
+    """See kernels.cpu.adamw.adamw; compute_weights is fp32 or bf16, the other flat arrays fp32.
 
     Precision: the bias corrections and the clip in fp64, rounded once; the elements in fp32.
-    Cost: reads 16 bytes and writes 12 bytes a parameter, 16 where its gradient is cleared, and the copy.
+    Cost: reads 16 bytes and writes 12 bytes a parameter, 16 where its gradient is cleared, and the compute weights.
     """
     run = params.size // flags.size
     size = 1 if run % 4 else 4
     vectors = params.size // size
     assert vectors < 2**31, f"adamw: {params.size} parameters"
     device.launch(
-        _ADAMW, (FLOAT if copy is None else copy.dtype, size),
+        _ADAMW, (FLOAT if compute_weights is None else compute_weights.dtype, size),
         min(-(-vectors // _BLOCK), _BLOCKS_A_PROCESSOR * device.processors), _BLOCK,
-        params=params, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grads=grads, copy=copy, flags=flags, grad_norm=grad_norm,
-        lr=lr, step=step, vectors=vectors, run=run // size, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-        grad_clip=grad_clip,
+        params=params, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grads=grads,
+        compute_weights=compute_weights, flags=flags, grad_norm=grad_norm,
+        lr=lr, step=step, vectors=vectors, run_vectors=run // size, beta1=beta1, beta2=beta2, eps=eps,
+        weight_decay=weight_decay, grad_clip=grad_clip,
     )  # fmt: skip

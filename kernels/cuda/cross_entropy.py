@@ -36,10 +36,11 @@ def cross_entropy_backward(
     rows, width = dlogits.shape
     size, block = _shape(dlogits)
     row_bytes = width * dlogits.dtype.itemsize
-    hold = size > 1 and 2 * (row_bytes + _OTHER_SHARED_BYTES) <= device.shared_bytes
+    row_in_smem = size > 1 and 2 * (row_bytes + _OTHER_SHARED_BYTES) <= device.shared_bytes
     device.launch(
-        _BACKWARD, (dlogits.dtype, size), rows, block, shared_bytes=row_bytes if hold else 0,
-        dlogits=dlogits, nll=nll, targets=targets, weight=weight, width=width, vocab_size=vocab_size, hold=hold,
+        _BACKWARD, (dlogits.dtype, size), rows, block, shared_bytes=row_bytes if row_in_smem else 0,
+        dlogits=dlogits, nll=nll, targets=targets, weight=weight, width=width, vocab_size=vocab_size,
+        row_in_smem=row_in_smem,
     )  # fmt: skip
 
 

@@ -55,10 +55,10 @@ def _add_by_key(
     (rows, dim), keys = dout.shape, dweight.shape[0]
     blocks = -(-rows // CHUNK)
     integers = blocks * keys + 3
-    zeroed, begin, size, short_keys, long_keys, order = device.workspace(
+    zeroed, list_begin, list_size, short_keys, long_keys, row_lists = device.workspace(
         ((integers,), np.int32), *(((keys,), np.int32) for _ in range(4)), ((rows,), np.int32)
     )
-    counts, taken = zeroed[: blocks * keys], zeroed[blocks * keys :]
+    counts, list_counters = zeroed[: blocks * keys], zeroed[blocks * keys :]
     device.fill_zero(zeroed)
     device.launch(
         _COUNT_KEYS,
@@ -74,22 +74,31 @@ def _add_by_key(
     )
     device.launch(
         _MAKE_LISTS, (_SHORT,), -(-keys // _BLOCK), _BLOCK,
-        counts=counts, taken=taken, begin=begin, size=size, short_keys=short_keys, long_keys=long_keys, blocks=blocks, keys=keys,
+        counts=counts, list_counters=list_counters, list_begin=list_begin, list_size=list_size, short_keys=short_keys,
+        long_keys=long_keys, blocks=blocks, keys=keys,
     )  # fmt: skip
     device.launch(
         _PLACE_ROWS, (CHUNK,), blocks, CHUNK,
-        order=order, counts=counts, begin=begin, tokens=tokens, start=start, rows=rows, length=length, keys=keys,
+        row_lists=row_lists, counts=counts, list_begin=list_begin, tokens=tokens, start=start, rows=rows,
+        length=length, keys=keys,
     )  # fmt: skip
     vector = vector_size(dim, dout, dweight)
     template, slices = (dout.dtype, vector), -(-dim // (_WARP * vector))
-    lists = {"dweight": dweight, "dout": dout, "order": order, "begin": begin, "size": size, "dim": dim}
+    lists = {
+        "dweight": dweight,
+        "dout": dout,
+        "row_lists": row_lists,
+        "list_begin": list_begin,
+        "list_size": list_size,
+        "dim": dim,
+    }
     warps = _BLOCK // _WARP
     device.launch(
         _ADD_SHORT, template, (min(-(-keys // warps), _SHORT_BLOCKS_A_PROCESSOR * device.processors), slices), (_WARP, warps),
-        short_keys=short_keys, number=taken[1:2], **lists,
+        short_keys=short_keys, key_count=list_counters[1:2], **lists,
     )  # fmt: skip
     long_grid = min(keys, _LONG_BLOCKS_A_PROCESSOR * device.processors), slices
     device.launch(
         _ADD_LONG, (*template, _LONG_WARPS), long_grid, (_WARP, _LONG_WARPS),
-        long_keys=long_keys, number=taken[2:3], **lists,
+        long_keys=long_keys, key_count=list_counters[2:3], **lists,
     )  # fmt: skip

@@ -19,20 +19,20 @@ def muon(
     params: Array,
     exp_avg: Array,
     grads: Array,
-    copy: Array | None,
+    compute_weights: Array | None,
     x: Array,
-    spare: Array,
+    x_next: Array,
     gram: Array,
-    square: Array,
+    poly: Array,
     grad_norm: Array,
     lr: Array,
     *,
     weight_decay: float,
     grad_clip: float,
 ) -> None:
-    """See kernels.cpu.muon.muon; the scratch and the copy are of T, the others fp32.
+    """See kernels.cpu.muon.muon; the scratch and compute_weights are of T, the others fp32.
 
-    Precision: momentum and parameters in fp32; x, gram and square are rounded to T, their products are those of the op matmul.
+    Precision: momentum and parameters in fp32; x, gram and poly are rounded to T, their products are those of the op matmul.
     Cost: ITERATIONS * (4 * m * n + 2 * k^2) * k operations a matrix, k = min(m, n); 23 launches, those of our own products one by
         one; workspace of 4 bytes a 4,096 elements.
     """
@@ -40,7 +40,7 @@ def muon(
     size, kind, flat = (
         m * n,
         (x.dtype,),
-        [array for array in (params, exp_avg, grads, copy) if array is not None],
+        [array for array in (params, exp_avg, grads, compute_weights) if array is not None],
     )
     (stride,) = {array.strides[0] // array.itemsize for array in flat}
     assert size + _CHUNK < 2**31, f"muon: a matrix of {size} elements"
@@ -57,21 +57,22 @@ def muon(
     device.launch(_MOMENTUM, (), grid, _BLOCK, **gradient, **place)
     device.launch(_BEGIN, kind, grid, _BLOCK, x=x, **gradient, **place)
     for _ in range(ITERATIONS):
-        iterate(device, spare, gram, square, x)
-        x, spare = spare, x
+        iterate(device, x_next, gram, poly, x)
+        x, x_next = x_next, x
     device.launch(
-        _APPLY, kind, grid, _BLOCK, params=params[0], copy=None if copy is None else copy[0], x=x, lr=lr,
+        _APPLY, kind, grid, _BLOCK, params=params[0],
+        compute_weights=None if compute_weights is None else compute_weights[0], x=x, lr=lr,
         scale=SCALE * math.sqrt(max(m, n)), weight_decay=weight_decay, **place,
     )  # fmt: skip
 
 
-def iterate(device: Device, out: Array, gram: Array, square: Array, x: Array) -> None:
+def iterate(device: Device, out: Array, gram: Array, poly: Array, x: Array) -> None:
     """See kernels.cpu.muon.iterate; of all matrices, (matrices, m, n)."""
     (matrices, m, n), side = x.shape, gram.shape[1]
     multiply(device, gram, x, x, transpose_a=m > n, transpose_b=m <= n)
-    multiply(device, square, gram, gram)
+    multiply(device, poly, gram, gram)
     a, b, c = COEFFICIENTS
     device.launch(
-        _POLYNOMIAL, (x.dtype,), (side, matrices), _BLOCK, square=square, gram=gram, side=side, a=a, b=b, c=c
+        _POLYNOMIAL, (x.dtype,), (side, matrices), _BLOCK, poly=poly, gram=gram, side=side, a=a, b=b, c=c
     )
-    multiply(device, out, *((x, square) if m > n else (square, x)))
+    multiply(device, out, *((x, poly) if m > n else (poly, x)))
