@@ -1,6 +1,6 @@
-"""The CPU engine's operations, as loops that Numba compiles.
+"""The CPU engine's operations: loops that Numba compiles.
 
-Each file is one operation with its mathematics; `CpuOps` is the set of them that the model is written over.
+Each file holds one operation and its mathematics. `CpuOps` collects the operations for the model.
 """
 
 import os
@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 
 from kernels.config import ModelConfig
-from kernels.cpu import jit as jit  # first: it configures Numba before any function is compiled
+from kernels.cpu import jit as jit  # first: it configures Numba before any function compiles
 from kernels.cpu.adamw import adamw
 from kernels.cpu.attention import attention_backward, attention_forward
 from kernels.cpu.bias import bias_backward, bias_forward
@@ -49,14 +49,14 @@ class CpuOps:
 
     Args:
         dtype: np.float32 to run, np.float64 to check gradients.
-        threads: of the loops; 0 takes every core this process may use.
+        threads: the number of threads of each loop; 0 takes every core that this process may use.
 
     Raises:
-        ValueError: more threads than cores.
+        ValueError: threads is negative or larger than the number of cores.
     """
 
     name = "cpu"
-    asynchronous = False  # whether an operation goes on after the call that starts it
+    asynchronous = False  # each operation has finished when its call returns
 
     def __init__(self, dtype: type[np.floating[Any]] = np.float32, threads: int = 0) -> None:
         available = numba.config.NUMBA_NUM_THREADS
@@ -103,7 +103,7 @@ class CpuOps:
     suppress_tokens = staticmethod(suppress_tokens)
 
     def upload(self, target: Array, source: Any) -> None:
-        """Copy into an array of the device, which the CPU's are already."""
+        """Copy a host array into an array of the device, here the same memory."""
         target[...] = source
 
     def download(self, array: Array) -> Array:
@@ -119,50 +119,50 @@ class CpuOps:
         target[...] = source[first::step]
 
     def replay(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do the work; a GPU records it under its key and then replays it."""
+        """Do the work. (The GPU records it as a graph under its key, and replays the graph from then on.)"""
         work()
 
     def mark(self) -> None:
-        """What `synchronize` can wait for: all that was started so far, here done by now."""
+        """A mark that `synchronize` can wait for. The CPU has nothing pending, so the mark is None."""
 
     def synchronize(self, mark: None = None) -> None:
-        """Wait for what was started: here nothing is left behind."""
+        """Wait for all started work. The CPU has nothing pending."""
 
     def forget(self, owner: int) -> None:
-        """Drop what replay recorded for the object of that id; nothing here."""
+        """Drop the graphs that `replay` recorded for the object of this id. The CPU records none."""
 
     def fused_rows(self, config: ModelConfig) -> int:
-        """Rows up to which a pass of the model behind a cache is one operation, decode_step: none here."""
+        """The largest number of rows that decode_step takes. The CPU has no decode_step: 0."""
         return 0
 
     def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
-        """What the operations need beside the arrays they are given: here each takes it where it runs."""
+        """Bytes of scratch memory to reserve. On the CPU each operation allocates its own: 0."""
         return 0
 
     def memory_bytes(self) -> int:
-        """Memory of the machine."""
+        """Bytes of memory in the machine."""
         return int(psutil.virtual_memory().total)
 
     def used_bytes(self) -> int:
-        """Memory that this process holds."""
+        """Bytes of memory that this process holds."""
         return int(psutil.Process().memory_info().rss)
 
     def allocate(self, size: int) -> Array:
-        """`size` zeroed bytes that begin at a cache line."""
+        """`size` zeroed bytes, aligned to a cache line of 64 bytes."""
         memory = np.zeros(size + 64, np.uint8)
-        begin = -memory.ctypes.data % 64
-        return memory[begin : begin + size]
+        offset = -memory.ctypes.data % 64
+        return memory[offset : offset + size]
 
     def allocate_shared(self, size: int) -> tuple[Array, Array]:
-        """`size` zeroed bytes as the host and as the device sees them, which here is the same."""
+        """`size` zeroed bytes, as the host and as the device see them. On the CPU both are one array."""
         memory = self.allocate(size)
         return memory, memory
 
     def rope_table(self, context: int, head_dim: int, base: float) -> Array:
-        """kernels.cpu.rope.rope_table in this object's precision."""
+        """kernels.cpu.rope.rope_table, rounded to this object's dtype."""
         return rope_table(context, head_dim, base).astype(self.dtype)
 
     def describe(self, config: ModelConfig) -> str:
-        """The device in words, the same for every model: threads and versions."""
+        """The device for the log: threads, precision and versions. It does not depend on the model."""
         processors = f"{self.threads} of {os.cpu_count()} processors"
         return f"CPU, {processors}, {self.dtype.name}, NumPy {np.__version__}, Numba {numba.__version__}"
