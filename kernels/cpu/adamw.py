@@ -29,24 +29,24 @@ def adamw(
     weight_decay: float,
     grad_clip: float,
 ) -> None:
-    """One update with decoupled weight decay, the gradient clipped on the way.
+    """One update with decoupled weight decay and gradient clipping.
 
-    Where grad_norm is not finite nothing changes at all, nor do runs that are Muon's. Otherwise:
+    If grad_norm is not finite, nothing changes. Runs flagged MUON are left to kernels.cpu.muon. Otherwise:
 
-        g           = grads * min(1, grad_clip / grad_norm)           (no clipping where grad_clip is 0)
-        exp_avg     = beta1 * exp_avg + (1 - beta1) * g
-        exp_avg_sq  = beta2 * exp_avg_sq + (1 - beta2) * g^2
-        params     -= lr * weight_decay * params                      (where the parameter decays)
-        params     -= lr * (exp_avg / (1 - beta1^step)) / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
-        compute_weights        = params                                          (rounded to the compute_weights's type)
-        grads       = 0                                               (where it is cleared)
+        g               = grads * min(1, grad_clip / grad_norm)           (grad_clip 0: no clipping)
+        exp_avg         = beta1 * exp_avg + (1 - beta1) * g
+        exp_avg_sq      = beta2 * exp_avg_sq + (1 - beta2) * g^2
+        params         -= lr * weight_decay * params                      (runs flagged DECAYS only)
+        params         -= lr * (exp_avg / (1 - beta1^step)) / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
+        compute_weights = params                                          (rounded to its dtype)
+        grads           = 0                                               (runs flagged CLEARED only)
 
     Args:
         params, exp_avg, exp_avg_sq: (parameters,), updated.
-        grads:     (parameters,), set to zero where it is cleared.
-        compute_weights:      (parameters,), overwritten: the weights as products read them; None where they read params itself.
-        flags:     (parameters / A,) uint8, of each run of A elements: whether it decays, kernels.parameters.DECAYS, whether its
-                   gradient is cleared, CLEARED, and whether it is left to kernels.cpu.muon, MUON.
+        grads:     (parameters,), set to zero in runs flagged CLEARED.
+        compute_weights: (parameters,), overwritten: the weights that matmuls read. None if they read params.
+        flags:     (parameters / A,) uint8, one per run of A elements: bits DECAYS, CLEARED and MUON of
+                   kernels.parameters.
         grad_norm: () fp64, the norm of grads.
         lr:        () fp64, the learning rate of this update.
         step:      () int64, 1 at the first update.
@@ -78,12 +78,12 @@ def adamw(
 
 @pjit
 def _update(params, exp_avg, exp_avg_sq, grads, flags, scalars):  # type: ignore[no-untyped-def]
-    clip, beta1, rest1, beta2, rest2, rate, inverse2, eps, keep = scalars
-    run = params.size // flags.size
+    clip, beta1, rest1, beta2, rest2, step_size, inverse_correction2, eps, decay_factor = scalars
+    run = params.size // flags.size  # elements per flag
     for i in prange(flags.size):
         if flags[i] & MUON:
             continue
-        shrink = keep if flags[i] & DECAYS else params.dtype.type(1)
+        factor = decay_factor if flags[i] & DECAYS else params.dtype.type(1)
         cleared = flags[i] & CLEARED
         for j in range(i * run, (i + 1) * run):
             g = grads[j] * clip
@@ -93,4 +93,4 @@ def _update(params, exp_avg, exp_avg_sq, grads, flags, scalars):  # type: ignore
             second = beta2 * exp_avg_sq[j] + rest2 * g * g
             exp_avg[j] = first
             exp_avg_sq[j] = second
-            params[j] = params[j] * shrink - rate * first / (np.sqrt(second * inverse2) + eps)
+            params[j] = params[j] * factor - step_size * first / (np.sqrt(second * inverse_correction2) + eps)

@@ -1,9 +1,11 @@
 """Causal grouped-query attention, BLOCK queries at a time.
 
-A task owns one key/value head of one sequence and all query heads that share it, so dk and dv are summed without a lock; the
-documents of the sequence are separate problems one after the other. What a product reads along its rows is copied once a
-document: keys and values as rows of features, zeros up to the tile's width, or as rows of keys, one a feature. A block of
-queries is multiplied by the keys up to its last query, rounded up to the tile's width, and no others.
+A task owns one KV head of one sequence, and all query heads that share it. So it sums dk and dv without a
+lock. The documents of a sequence are separate problems, processed one after another.
+
+Per document, keys and values are copied into the layouts that the matmuls read: (key, feature) with columns
+padded to the tile width, or transposed, (feature, key). The rows of a query block are multiplied by the keys
+from the document's start to the block's last query, rounded up to the tile width.
 """
 
 from typing import Any
@@ -19,12 +21,13 @@ from kernels.cpu.tile import multiply, width
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
-# Queries taken together, a multiple of tile.ROWS: more of them read the keys less often, and multiply more unseen ones.
+# Queries per block, a multiple of tile.ROWS. Larger blocks read the keys less often.
+# But they compute more masked scores.
 BLOCK = 32
 
 
 def attention_forward(out: Array, lse: Array, qkv: Array, start: Ids) -> None:
-    """Softmax-weighted mean of the values of the keys that a query may see: start[b, t] <= j <= t.
+    """The softmax-weighted mean of the values. Query t sees the keys j with start[b, t] <= j <= t.
 
         s[t, j] = q[t] . k[j] / sqrt(D)        lse[t] = log sum_j exp(s[t, j])
         out[t]  = sum_j exp(s[t, j] - lse[t]) v[j]
@@ -32,8 +35,8 @@ def attention_forward(out: Array, lse: Array, qkv: Array, start: Ids) -> None:
     Args:
         out:   (B, T, H, D), overwritten.
         lse:   (B, H, T), overwritten; saved for the backward pass.
-        qkv:   (B, T, H + 2 KV, D): H query heads, then KV key heads, then KV value heads; query head h reads key head
-               h // (H / KV).
+        qkv:   (B, T, H + 2 KV, D): H query heads, KV key heads, KV value heads.
+               Query head h reads KV head h // (H / KV).
         start: (B, T) int32, the index at which the token's document begins.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762; Ainslie et al. 2023, arXiv:2305.13245 (grouped queries).
@@ -44,7 +47,7 @@ def attention_forward(out: Array, lse: Array, qkv: Array, start: Ids) -> None:
 def attention_backward(
     dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Ids, dbias: Array | None = None
 ) -> None:
-    """Gradient of attention, the probabilities computed again from lse.
+    """Gradient of attention. The probabilities are recomputed from lse.
 
         p[t, j]  = exp(s[t, j] - lse[t])           delta[t] = dout[t] . out[t]
         ds[t, j] = p[t, j] * (dout[t] . v[j] - delta[t]) / sqrt(D)
@@ -52,10 +55,11 @@ def attention_backward(
         dbias += sum over positions of dqkv
 
     Args:
-        dqkv: (B, T, H + 2 KV, D), overwritten; dk and dv are summed over the query heads that share them.
+        dqkv: (B, T, H + 2 KV, D), overwritten. dk and dv sum over the query heads of their KV head.
         dout: (B, T, H, D).
-        out, lse, qkv, start: the forward pass's.
-        dbias: ((H + 2 KV) * D,), accumulated: of the linear layer that made qkv, where nothing came between. Or None.
+        out, lse, qkv, start: as in the forward pass.
+        dbias: ((H + 2 KV) * D,), accumulated: the bias gradient of the layer that computed qkv.
+               None without a bias, or if RoPE came between.
 
     Source: Dao et al. 2022, arXiv:2205.14135, appendix B.
     """
@@ -71,7 +75,7 @@ def _round_up(count, step):  # type: ignore[no-untyped-def]
 
 @jit
 def _document_end(start, b, begin):  # type: ignore[no-untyped-def]
-    """The first position after the document that begins at `begin`."""
+    """The end of the document that begins at `begin`: one past its last position."""
     end = begin + 1
     while end < start.shape[1] and start[b, end] == begin:
         end += 1
@@ -80,91 +84,94 @@ def _document_end(start, b, begin):  # type: ignore[no-untyped-def]
 
 @jit
 def _copy(rows, source, scale):  # type: ignore[no-untyped-def]
-    """Copy source (n, D) * scale to the first columns of the first rows."""
+    """Copy source (n, D) * scale to the first n rows and D columns of `rows`."""
     for j in range(source.shape[0]):
         for d in range(source.shape[1]):
             rows[j, d] = source[j, d] * scale
 
 
 @jit
-def _softmax(score, seen):  # type: ignore[no-untyped-def]
-    """Turn the first `seen` scores into exp(score - largest) and the others into 0; return the largest and the sum."""
-    largest = score[0]
-    for j in range(1, seen):
-        largest = max(largest, score[j])
+def _softmax(score, visible):  # type: ignore[no-untyped-def]
+    """Replace the visible scores by exp(score - row_max), the others by 0. Return row_max and the sum."""
+    row_max = score[0]
+    for j in range(1, visible):
+        row_max = max(row_max, score[j])
     total = score.dtype.type(0)
-    for j in range(seen):
-        weight = exp(score[j] - largest)
+    for j in range(visible):
+        weight = exp(score[j] - row_max)
         score[j] = weight
         total += weight
-    score[seen:] = 0
-    return largest, total
+    score[visible:] = 0
+    return row_max, total
 
 
 @pjit
-def _forward(out, lse, qkv, start, step):  # type: ignore[no-untyped-def]
+def _forward(out, lse, qkv, start, tile_width):  # type: ignore[no-untyped-def]
     batch, length, heads, head_dim = out.shape
     kv_heads = (qkv.shape[2] - heads) // 2
     group, dtype = heads // kv_heads, qkv.dtype
-    padded, padded_dim = _round_up(length, step), _round_up(head_dim, step)
+    padded, padded_dim = _round_up(length, tile_width), _round_up(head_dim, tile_width)
     one = dtype.type(1)
     scale = one / np.sqrt(dtype.type(head_dim))
     for task in prange(batch * kv_heads):
-        b, shared = task // kv_heads, task % kv_heads
+        b, kv_head = task // kv_heads, task % kv_heads
         key_columns, values = np.zeros((head_dim, padded), dtype), np.zeros((length, padded_dim), dtype)
-        queries, means = np.zeros((BLOCK, head_dim), dtype), np.empty((BLOCK, padded_dim), dtype)
-        scores, share = np.zeros((BLOCK, padded), dtype), np.empty(BLOCK, dtype)
+        queries, out_block = np.zeros((BLOCK, head_dim), dtype), np.empty((BLOCK, padded_dim), dtype)
+        scores, inv_sum = np.zeros((BLOCK, padded), dtype), np.empty(BLOCK, dtype)
         begin = 0
         while begin < length:
             end = _document_end(start, b, begin)
-            _copy(key_columns.T, qkv[b, begin:end, heads + shared], one)
-            _copy(values, qkv[b, begin:end, heads + kv_heads + shared], one)
-            for head in range(shared * group, (shared + 1) * group):
+            _copy(key_columns.T, qkv[b, begin:end, heads + kv_head], one)
+            _copy(values, qkv[b, begin:end, heads + kv_heads + kv_head], one)
+            for head in range(kv_head * group, (kv_head + 1) * group):
                 for first in range(begin, end, BLOCK):
-                    high = min(first + BLOCK, end)
-                    keys, score = high - begin, scores[:, : _round_up(high - begin, step)]
-                    _copy(queries, qkv[b, first:high, head], scale)
+                    stop = min(first + BLOCK, end)
+                    keys_seen, score = stop - begin, scores[:, : _round_up(stop - begin, tile_width)]
+                    _copy(queries, qkv[b, first:stop, head], scale)
                     multiply(score, queries, key_columns, False)
-                    for t in range(first, high):
-                        largest, total = _softmax(score[t - first], t + 1 - begin)
-                        lse[b, head, t] = largest + np.log(total)
-                        share[t - first] = one / total
-                    multiply(means, scores[:, :keys], values, False)
-                    for t in range(first, high):
+                    for t in range(first, stop):
+                        row_max, total = _softmax(score[t - first], t + 1 - begin)
+                        lse[b, head, t] = row_max + np.log(total)
+                        inv_sum[t - first] = one / total
+                    multiply(out_block, scores[:, :keys_seen], values, False)
+                    for t in range(first, stop):
                         for d in range(head_dim):
-                            out[b, t, head, d] = means[t - first, d] * share[t - first]
+                            out[b, t, head, d] = out_block[t - first, d] * inv_sum[t - first]
             begin = end
 
 
 @jit
-def _score_gradient(p, ds, lse, delta, seen):  # type: ignore[no-untyped-def]
-    """From scores and dout . v of one query to p and ds, without the scale, which q and dq carry; 0 where unseen.
+def _score_gradient(p, ds, lse, delta, visible):  # type: ignore[no-untyped-def]
+    """For one query: replace the scores by p, and dout . v by ds. Masked elements become 0.
 
-    sum_j p[j] (dout . v[j] - delta) is zero but for rounding. Where a query sees one key with nearly all its weight, that
-    rounding is larger than the gradient, and it is the same for all keys: it is taken off.
+    ds leaves out the factor 1 / sqrt(D): q and dq carry it.
+
+    In exact arithmetic sum_j p[j] (dout . v[j] - delta) is zero. If one key has nearly all the weight, the
+    sum's rounding error is larger than the gradient. This error, `excess`, is the same for all keys, and is
+    subtracted from each.
     """
     excess = p.dtype.type(0)
-    for j in range(seen):
+    for j in range(visible):
         weight, difference = exp(p[j] - lse), ds[j] - delta
         p[j] = weight
         ds[j] = difference
         excess += weight * difference
-    for j in range(seen):
+    for j in range(visible):
         ds[j] = p[j] * (ds[j] - excess)
-    p[seen:] = 0
-    ds[seen:] = 0
+    p[visible:] = 0
+    ds[visible:] = 0
 
 
 @pjit
-def _backward(dqkv, dout, out, lse, qkv, start, step):  # type: ignore[no-untyped-def]
+def _backward(dqkv, dout, out, lse, qkv, start, tile_width):  # type: ignore[no-untyped-def]
     batch, length, heads, head_dim = out.shape
     kv_heads = (qkv.shape[2] - heads) // 2
     group, dtype = heads // kv_heads, qkv.dtype
-    padded, padded_dim = _round_up(length, step), _round_up(head_dim, step)
+    padded, padded_dim = _round_up(length, tile_width), _round_up(head_dim, tile_width)
     one = dtype.type(1)
     scale = one / np.sqrt(dtype.type(head_dim))
     for task in prange(batch * kv_heads):
-        b, shared = task // kv_heads, task % kv_heads
+        b, kv_head = task // kv_heads, task % kv_heads
         key_columns, value_columns = np.zeros((head_dim, padded), dtype), np.zeros((head_dim, padded), dtype)
         keys, dkeys = np.zeros((length, padded_dim), dtype), np.empty((padded, padded_dim), dtype)
         dvalues = np.empty((padded, padded_dim), dtype)
@@ -174,33 +181,36 @@ def _backward(dqkv, dout, out, lse, qkv, start, step):  # type: ignore[no-untype
         begin = 0
         while begin < length:
             end = _document_end(start, b, begin)
-            _copy(keys, qkv[b, begin:end, heads + shared], one)
-            _copy(key_columns.T, qkv[b, begin:end, heads + shared], one)
-            _copy(value_columns.T, qkv[b, begin:end, heads + kv_heads + shared], one)
-            dkeys[: _round_up(end - begin, step)] = 0
-            dvalues[: _round_up(end - begin, step)] = 0
-            for head in range(shared * group, (shared + 1) * group):
+            _copy(keys, qkv[b, begin:end, heads + kv_head], one)
+            _copy(key_columns.T, qkv[b, begin:end, heads + kv_head], one)
+            _copy(value_columns.T, qkv[b, begin:end, heads + kv_heads + kv_head], one)
+            dkeys[: _round_up(end - begin, tile_width)] = 0
+            dvalues[: _round_up(end - begin, tile_width)] = 0
+            for head in range(kv_head * group, (kv_head + 1) * group):
                 for first in range(begin, end, BLOCK):
-                    high = min(first + BLOCK, end)
-                    count, seen, wide = high - first, high - begin, _round_up(high - begin, step)
-                    _copy(queries, qkv[b, first:high, head], scale)
-                    _copy(douts, dout[b, first:high, head], one)
-                    multiply(p[:, :wide], queries[:, :head_dim], key_columns, False)
-                    multiply(ds[:, :wide], douts[:, :head_dim], value_columns, False)
-                    for t in range(first, high):
+                    stop = min(first + BLOCK, end)
+                    count, keys_seen = stop - first, stop - begin
+                    padded_keys = _round_up(keys_seen, tile_width)
+                    _copy(queries, qkv[b, first:stop, head], scale)
+                    _copy(douts, dout[b, first:stop, head], one)
+                    multiply(p[:, :padded_keys], queries[:, :head_dim], key_columns, False)
+                    multiply(ds[:, :padded_keys], douts[:, :head_dim], value_columns, False)
+                    for t in range(first, stop):
                         delta = dtype.type(0)
                         for d in range(head_dim):
                             delta += dout[b, t, head, d] * out[b, t, head, d]
                         r = t - first
-                        _score_gradient(p[r, :wide], ds[r, :wide], lse[b, head, t], delta, t + 1 - begin)
-                    multiply(dqueries, ds[:, :seen], keys, False)
-                    multiply(dkeys[:wide], ds[:count, :wide].T, queries, True)
-                    multiply(dvalues[:wide], p[:count, :wide].T, douts, True)
-                    for t in range(first, high):
+                        _score_gradient(
+                            p[r, :padded_keys], ds[r, :padded_keys], lse[b, head, t], delta, t + 1 - begin
+                        )
+                    multiply(dqueries, ds[:, :keys_seen], keys, False)
+                    multiply(dkeys[:padded_keys], ds[:count, :padded_keys].T, queries, True)
+                    multiply(dvalues[:padded_keys], p[:count, :padded_keys].T, douts, True)
+                    for t in range(first, stop):
                         for d in range(head_dim):
                             dqkv[b, t, head, d] = dqueries[t - first, d] * scale
             for t in range(begin, end):
                 for d in range(head_dim):
-                    dqkv[b, t, heads + shared, d] = dkeys[t - begin, d]
-                    dqkv[b, t, heads + kv_heads + shared, d] = dvalues[t - begin, d]
+                    dqkv[b, t, heads + kv_head, d] = dkeys[t - begin, d]
+                    dqkv[b, t, heads + kv_heads + kv_head, d] = dvalues[t - begin, d]
             begin = end

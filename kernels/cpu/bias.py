@@ -9,7 +9,7 @@ from kernels.cpu.jit import pjit
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
-# Rows are summed in this many fixed groups, so that the order of a sum does not depend on the number of threads.
+# Column sums add the rows in this many fixed groups. So any number of threads gives the same sums.
 GROUPS = 16
 
 
@@ -32,7 +32,7 @@ def _forward(out, inp, bias):  # type: ignore[no-untyped-def]
 
 
 def bias_backward(dbias: Array, dout: Array) -> None:
-    """dbias += sum over rows of dout; the gradient of inp is dout itself.
+    """dbias += sum over rows of dout. (The gradient of inp is dout itself.)
 
     Args:
         dbias: (C,), accumulated.

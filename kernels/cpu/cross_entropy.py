@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy over the vocabulary; the probabilities are never stored."""
+"""Softmax and cross-entropy over the vocabulary. The probabilities are never stored."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 def cross_entropy_forward(
     nll: Array, correct: Flags, logits: Array, targets: Ids, *, vocab_size: int
 ) -> None:
-    """Negative log-likelihood of each target, in nats, and whether it is the likeliest token.
+    """The negative log-likelihood of each target, in nats, and whether the target is the likeliest token.
 
         nll = log sum_v exp(logits[v]) - logits[target]
 
     Args:
         nll:        (rows,), overwritten.
-        correct:    (rows,) bool, overwritten: no other token has a larger logit.
-        logits:     (rows, Vp); columns from vocab_size on are padding and take no part.
+        correct:    (rows,) bool, overwritten: true if no other token has a larger logit.
+        logits:     (rows, Vp). Columns from vocab_size on are padding and are ignored.
         targets:    (rows,) int32, below vocab_size.
         vocab_size: V.
     """
@@ -46,15 +46,15 @@ def _forward(nll, correct, logits, targets, vocab_size):  # type: ignore[no-unty
 def cross_entropy_backward(
     dlogits: Array, nll: Array, targets: Ids, weight: Array, *, vocab_size: int
 ) -> None:
-    """The loss and its gradient together and in place, so that the logits are read once and no second array is held.
+    """The loss and its gradient in one pass, in place of the logits: no second array of this size is needed.
 
         dlogits[v] = weight * (exp(logits[v]) / sum_u exp(logits[u]) - [v is the target])
 
     Args:
-        dlogits:    (rows, Vp), the logits on entry, their gradient on return; the padding's is zero.
-        nll:        (rows,), overwritten, unweighted.
+        dlogits:    (rows, Vp): the logits on entry, their gradient on return. Zero for padding.
+        nll:        (rows,), overwritten with the unweighted loss, in nats.
         targets:    (rows,) int32, below vocab_size.
-        weight:     (rows,), the derivative of the whole loss with respect to this row's nll.
+        weight:     (rows,), the derivative of the total loss with respect to this row's nll.
         vocab_size: V.
     """
     _backward(dlogits, nll, targets, weight, vocab_size)

@@ -1,4 +1,4 @@
-"""Attention of new tokens over the keys and values that a cache holds."""
+"""Attention of new tokens over a KV cache."""
 
 from typing import Any
 
@@ -13,21 +13,23 @@ Count = np.ndarray[Any, np.dtype[np.int32]]
 
 
 def decode_attention_forward(out: Array, qkv: Array, keys: Array, values: Array, length: Count) -> None:
-    """Append the new tokens' keys and values to the cache, then attend: new token t sees cache rows 0 .. length + t.
+    """Append the new tokens' keys and values to the cache, then attend.
+
+    New token t sees cache rows 0 .. length + t.
 
     Args:
         out:    (B, n, H, D), overwritten.
-        qkv:    (B, n, H + 2 KV, D), the n new tokens, rotated already where the model uses RoPE.
+        qkv:    (B, n, H + 2 KV, D) of the n new tokens. RoPE has already been applied, if the model uses it.
         keys:   (B, context, KV, D), rows length .. length + n - 1 overwritten.
-        values: likewise.
-        length: 0-d int32, tokens the cache holds already; length + n <= context.
+        values: as keys.
+        length: 0-d int32, the number of cached tokens before the call; length + n <= context.
     """
     heads, kv_heads = out.shape[2], keys.shape[2]
-    held = int(length)
-    new = slice(held, held + out.shape[1])
+    cached_len = int(length)
+    new = slice(cached_len, cached_len + out.shape[1])
     keys[:, new] = qkv[:, :, heads : heads + kv_heads]
     values[:, new] = qkv[:, :, heads + kv_heads :]
-    _forward(out, qkv, keys, values, held)
+    _forward(out, qkv, keys, values, cached_len)
 
 
 @pjit
@@ -38,7 +40,7 @@ def _forward(out, qkv, keys, values, length):  # type: ignore[no-untyped-def]
     scale = out.dtype.type(1) / np.sqrt(out.dtype.type(head_dim))
     for task in prange(batch * heads):
         b, head = task // heads, task % heads
-        shared = head // group
+        kv_head = head // group
         score = np.empty(length + count, out.dtype)
         for t in range(count):
             visible = length + t + 1
@@ -46,7 +48,7 @@ def _forward(out, qkv, keys, values, length):  # type: ignore[no-untyped-def]
             for j in range(visible):
                 dot = zero
                 for d in range(head_dim):
-                    dot += qkv[b, t, head, d] * keys[b, j, shared, d]
+                    dot += qkv[b, t, head, d] * keys[b, j, kv_head, d]
                 score[j] = dot * scale
                 largest = max(largest, score[j])
             total = zero
@@ -58,4 +60,4 @@ def _forward(out, qkv, keys, values, length):  # type: ignore[no-untyped-def]
             for j in range(visible):
                 weight = score[j] / total
                 for d in range(head_dim):
-                    out[b, t, head, d] += weight * values[b, j, shared, d]
+                    out[b, t, head, d] += weight * values[b, j, kv_head, d]

@@ -1,4 +1,4 @@
-"""Token embedding, with a learned position embedding where the model has one."""
+"""Token embedding, with a learned position embedding if the model has one."""
 
 from typing import Any
 
@@ -10,23 +10,23 @@ from kernels.cpu.jit import pjit
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
-# Columns a task of the backward pass owns: rows of one token can then be added without a lock, in the order of the text.
+# Columns per task of the backward pass. A task adds all rows of its columns in order, without a lock.
 COLUMNS = 64
 
 
 def embedding_forward(
     out: Array, tokens: Ids, start: Ids, weight: Array, position_weight: Array | None
 ) -> None:
-    """Look up each token's row, and add its position's.
+    """Look up each token's row of weight, and add its position's row of position_weight.
 
         out[b, t] = weight[tokens[b, t]] + position_weight[t - start[b, t]]
 
     Args:
         out:      (B * T, C), overwritten.
         tokens:   (B, T) int32.
-        start:    (B, T) int32, the index at which the token's document begins, so that positions count from it.
+        start:    (B, T) int32, the index at which the token's document begins. Positions count from there.
         weight:   (Vp, C).
-        position_weight: (context, C), or None where position is not learned.
+        position_weight: (context, C), or None if positions are not learned.
     """
     if position_weight is None:
         _forward(out, tokens.reshape(-1), weight)
@@ -54,16 +54,16 @@ def _forward_with_position(out, tokens, start, weight, position_weight):  # type
 def embedding_backward(
     dweight: Array, dposition_weight: Array | None, dout: Array, tokens: Ids, start: Ids
 ) -> None:
-    """Add each row's gradient to its token's row, and to its position's.
+    """Add each row's gradient to its token's row of dweight, and to its position's row of dposition_weight.
 
         dweight[tokens[b, t]]                += dout[b, t]
         dposition_weight[t - start[b, t]]    += dout[b, t]
 
     Args:
-        dweight:          (Vp, C), accumulated, in the order of the rows.
-        dposition_weight: (context, C), accumulated likewise, or None.
+        dweight:          (Vp, C), accumulated in row order.
+        dposition_weight: (context, C), accumulated in row order; or None.
         dout:             (B * T, C).
-        tokens, start:    the forward pass's.
+        tokens, start:    as in the forward pass.
     """
     _backward(dweight, dout, tokens.reshape(-1))
     if dposition_weight is not None:

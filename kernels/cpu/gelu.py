@@ -1,4 +1,4 @@
-"""GELU, in the tanh form that GPT-2 was trained with."""
+"""GELU, in GPT-2's tanh form."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ CUBIC = 0.044715
 
 
 def gelu_forward(out: Array, inp: Array) -> None:
-    """out = x / 2 * (1 + tanh(u)) with u = sqrt(2 / pi) * (x + 0.044715 x^3), written as x * sigmoid(2 u).
+    """out = x / 2 * (1 + tanh(u)) = x * sigmoid(2 u), with u = sqrt(2 / pi) * (x + 0.044715 x^3).
 
     Args:
         out: (rows, F), overwritten.
@@ -37,12 +37,14 @@ def _forward(out, inp):  # type: ignore[no-untyped-def]
 
 
 def gelu_backward(dinp: Array, dout: Array, inp: Array) -> None:
-    """With s = sigmoid(2 u): dinp = dout * (s + x * s * (1 - s) * 2 u'), u' = sqrt(2 / pi) * (1 + 3 * 0.044715 x^2).
+    """Gradient of GELU. With s = sigmoid(2 u) and u' = sqrt(2 / pi) * (1 + 3 * 0.044715 x^2):
+
+        dinp = dout * (s + x * s * (1 - s) * 2 u')
 
     Args:
         dinp: (rows, F), overwritten; may alias dout.
         dout: (rows, F).
-        inp:  (rows, F), the forward pass's.
+        inp:  (rows, F), as in the forward pass.
     """
     _backward(dinp, dout, inp)
 

@@ -1,4 +1,4 @@
-"""The length of the whole gradient, by which it is clipped."""
+"""The L2 norm of the whole gradient, for clipping."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from kernels.cpu.jit import pjit
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
-# Elements summed in the gradient's own precision before they join the fp64 total.
+# Elements per chunk. A chunk is summed in the gradient's precision, the chunks in fp64.
 CHUNK = 4096
 
 

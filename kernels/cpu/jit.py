@@ -1,13 +1,17 @@
-"""How the CPU's loops are compiled: two decorators over Numba, and a cache that a change of any source empties.
+"""How the CPU's loops are compiled: two decorators over Numba, and a cache keyed by the sources' hash.
 
-`jit` compiles a function that runs on the calling thread, `pjit` one whose `prange` loops run on all threads. With
-NUMBA_DISABLE_JIT=1 both leave the function as it is, so that every line can be stepped through in a debugger.
+`jit` compiles a function that runs on the calling thread. `pjit` compiles one whose `prange` loops run on all
+threads. With NUMBA_DISABLE_JIT=1 both return the Python function, and a debugger can step through every line.
 
-Floating point: sums may be reordered and products contracted into fused multiply-adds (otherwise no sum vectorises), but
-NaN and infinity keep their meaning. The order is fixed when the function is compiled, so results repeat bit for bit.
-Arrays that a `pjit` function is given are taken not to overlap. An output may be one of the inputs only where each element is
-read before it is written and never after, which the docstrings that allow it say.
-Division follows NumPy (x / 0 is inf), since Python's check for zero would keep a loop from vectorising.
+Floating point: the compiler may reorder sums and contract products into fused multiply-adds; otherwise no sum
+vectorises. NaN and infinity keep their meaning. The compiler fixes the order of each sum, so results repeat
+bit for bit.
+
+Aliasing: the compiler assumes that the arrays of a `pjit` call do not overlap. An output may be one of the
+inputs only if each element is read before it is written, and never after. The docstrings say where that is
+allowed.
+
+Division follows NumPy (x / 0 is inf). Python's check for zero would keep a loop from vectorising.
 """
 
 import hashlib
@@ -21,7 +25,8 @@ from numba.core.codegen import JITCodeLibrary
 
 from kernels.user_cache import say_not_kept, user_cache
 
-# Numba's own cache looks at the file of the function alone, not at the functions it calls in other files.
+# Numba's own cache tracks only the function's file, not the files of the functions it calls. So we hash all
+# sources.
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,11 +41,11 @@ def _sources_hash() -> str:
 
 
 class SharedCacheLocator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """Compiled functions by the hash of their sources alone, so that every checkout of the same code shares them."""
+    """A cache keyed by the hash of the sources alone: all checkouts of the same code share it."""
 
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:
-        """The folder's name, where Numba would add a hash of its path."""
+        """The name of the source's folder. (Numba would add a hash of its path.)"""
         return Path(py_file).parent.name
 
 
@@ -51,20 +56,21 @@ try:
     _UNWRITABLE = None if os.access(_FOLDER, os.W_OK) else "it cannot be written"
 except OSError as error:
     _UNWRITABLE = error.strerror
-if _UNWRITABLE:  # Numba would say so in the middle of an import
+if _UNWRITABLE:  # Numba itself would fail in the middle of an import, without naming NANOEULER_CACHE
     sys.exit(
-        f"error: {_FOLDER} is to keep compiled loops: {_UNWRITABLE}; set NANOEULER_CACHE to a folder that can be written"
+        f"error: {_FOLDER}, the cache of compiled loops: {_UNWRITABLE}; "
+        "set NANOEULER_CACHE to a writable folder"
     )
 numba.config.CACHE_DIR = str(_FOLDER)
-# OpenMP's first thread is the caller; of workqueue, where there is no OpenMP library, all have to be woken for each loop, now and
-# then two of them on one core.
+# With OpenMP the calling thread is one of the workers. workqueue, for machines without an OpenMP library,
+# must wake all its threads for each loop, at times two of them on one core.
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
 
 _save = IndexDataCacheFile.save
 
 
 def _save_if_there_is_room(self: IndexDataCacheFile, key: object, data: object) -> None:
-    """What Numba does with a compiled function, but for a full disk, which would end the run in the middle of a step."""
+    """Numba's save, but a full disk is reported, and the run goes on. Numba would end it in mid-step."""
     try:
         _save(self, key, data)
     except OSError as error:
@@ -77,11 +83,12 @@ _optimize_final_module = JITCodeLibrary._optimize_final_module
 
 
 def _optimize_own_copy(self: JITCodeLibrary) -> None:
-    """What Numba does when a function is linked, after the loops that it compiled apart have become the function's own.
+    """Numba's final optimisation of a linked function, with its parallel loops made internal to it first.
 
-    They come in as functions that another library may define as well, and are optimised once more. A process that has just
-    compiled them would then run the first version, one that reads the cache the second, whose sums may have another order:
-    the run that fills the cache would differ in its last bits from all later ones.
+    Numba compiles the loops separately and links them with linkage linkonce_odr: another library may define
+    them too. The final pass optimises them a second time. The process that compiled them would still run the
+    first version. A process that reads the cache would run the second version, and its sums may have another
+    order. So the run that fills the cache would differ in its last bits from all later runs.
     """
     for function in self._final_module.functions:
         if not function.is_declaration and function.linkage.name == "linkonce_odr":

@@ -1,4 +1,4 @@
-"""LayerNorm, and the residual addition fused in front of it."""
+"""LayerNorm, alone or fused with the residual addition before it."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 def layernorm_forward(
     out: Array, mean: Array, rstd: Array, inp: Array, weight: Array, bias: Array, *, eps: float
 ) -> None:
-    """Shift each row to mean 0, scale it to variance 1, then scale and shift by the parameters.
+    """Normalise each row to mean 0 and variance 1, then scale by weight and add bias.
 
         mean = mean(inp)        rstd = 1 / sqrt(mean((inp - mean)^2) + eps)
         out  = (inp - mean) * rstd * weight + bias
@@ -72,7 +72,7 @@ def layernorm_backward(
         dinp:           (rows, C), overwritten; may alias dout.
         dweight, dbias: (C,), accumulated.
         dout:           (rows, C).
-        inp, weight, mean, rstd: the forward pass's.
+        inp, weight, mean, rstd: as in the forward pass.
     """
     _backward(dinp, dweight, dbias, dinp, dout, inp, weight, mean, rstd, False)
 
@@ -123,17 +123,17 @@ def residual_layernorm_forward(
     *,
     eps: float,
 ) -> None:
-    """Add a block's branch to the residual stream (one Euler step) and normalise the sum for the next branch.
+    """Add a branch to the residual stream (one Euler step), and normalise the sum for the next branch.
 
         residual_out = residual + branch (+ branch_bias)
         out          = layernorm(residual_out)
 
     Args:
         residual_out:    (rows, C), overwritten; saved for the backward pass.
-        out, mean, rstd: as layernorm_forward's.
+        out, mean, rstd: as in layernorm_forward.
         residual:        (rows, C), the stream before the step.
-        branch:          (rows, C), what attention or the MLP made.
-        branch_bias:     (C,), the bias of its last linear layer, or None.
+        branch:          (rows, C), the output of attention or of the MLP.
+        branch_bias:     (C,), the bias of the branch's last linear layer, or None.
     """
     if branch_bias is not None:
         bias_forward(residual_out, branch, branch_bias)
@@ -153,17 +153,18 @@ def residual_layernorm_backward(
     mean: Array,
     rstd: Array,
 ) -> None:
-    """Gradient of residual_layernorm: the same for the stream and for the branch, since both were added.
+    """Gradient of residual_layernorm. residual_out is a sum, so residual and branch both get dinp.
 
-        dinp          = dresidual_out + (layernorm's dinp at residual_out)
+        dinp          = dresidual_out + layernorm_backward's dinp at residual_out
         dbranch_bias += sum over rows of dinp
 
     Args:
         dinp:           (rows, C), overwritten; may alias dresidual_out.
         dweight, dbias: (C,), accumulated.
         dbranch_bias:   (C,), accumulated, or None.
-        dresidual_out:  (rows, C), the gradient that arrives along the stream, or None where nothing does.
+        dresidual_out:  (rows, C), the gradient that arrives along the stream, or None.
         dout:           (rows, C), the gradient of the normalised output.
+        residual_out, weight, mean, rstd: as in the forward pass.
     """
     if dresidual_out is None:
         layernorm_backward(dinp, dweight, dbias, dout, residual_out, weight, mean, rstd)

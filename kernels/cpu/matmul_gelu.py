@@ -1,4 +1,4 @@
-"""GPT-2's MLP up to its second product: a linear layer and the GELU behind it as one operation, which a device may fuse."""
+"""The first linear layer of GPT-2's MLP with its GELU, as one operation. A GPU may fuse them."""
 
 from typing import Any
 
@@ -29,18 +29,19 @@ def matmul_gelu_backward(
     dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Array, dbias: Array | None = None, *,
     add_dweight: bool = True,
 ) -> None:  # fmt: skip
-    """Back through the product that reads act, out = act @ weight^T, and through the GELU.
+    """Gradient of the layer that reads act, out = act @ weight^T, and of the GELU before it.
 
-        dweight += dout^T @ act (= where not add_dweight)            dup = (dout @ weight) * gelu'(up)
-        dbias += sum over rows of dup
+        dweight += dout^T @ act                    (= without add_dweight)
+        dup      = (dout @ weight) * gelu'(up)
+        dbias   += sum over rows of dup
 
     Args:
         dup:     (rows, F), overwritten.
         dweight: (outputs, F), accumulated, or overwritten without add_dweight.
         dout:    (rows, outputs).
-        act, up: (rows, F), the forward pass's.
+        act, up: (rows, F), as in the forward pass.
         weight:  (outputs, F).
-        dbias:   (F,), of the product that made up: accumulated; or None.
+        dbias:   (F,), accumulated: the bias gradient of the layer that computed up. Or None.
     """
     matmul_backward(dup, dweight, dout, act, weight, add_dweight=add_dweight)
     gelu_backward(dup, dup, up)

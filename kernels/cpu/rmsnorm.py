@@ -1,4 +1,4 @@
-"""RMSNorm, and the residual addition fused in front of it."""
+"""RMSNorm, alone or fused with the residual addition before it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 def rmsnorm_forward(out: Array, rstd: Array, inp: Array, weight: Array, *, eps: float) -> None:
-    """Scale each row to unit root mean square.
+    """Scale each row to a root mean square of 1, then by weight.
 
         rstd = 1 / sqrt(mean(inp^2) + eps)
         out  = inp * rstd * weight
@@ -54,7 +54,7 @@ def rmsnorm_backward(
         dinp:    (rows, C), overwritten; may alias dout.
         dweight: (C,), accumulated.
         dout:    (rows, C).
-        inp, weight, rstd: the forward pass's.
+        inp, weight, rstd: as in the forward pass.
     """
     _backward(dinp, dweight, dinp, dout, inp, weight, rstd, False)
 
@@ -70,15 +70,16 @@ def _backward(dinp, dweight, dresidual, dout, inp, weight, rstd, add):  # type: 
             dot = inp.dtype.type(0)
             for i in range(dim):
                 dot += dout[row, i] * weight[i] * inp[row, i]
-            shift = dot * r * r * r / width
+            projection = dot * r * r * r / width
             for i in range(dim):
                 partial[group, i] += dout[row, i] * inp[row, i] * r
             if add:
                 for i in range(dim):
-                    dinp[row, i] = dresidual[row, i] + (dout[row, i] * weight[i] * r - inp[row, i] * shift)
+                    d = dout[row, i] * weight[i] * r - inp[row, i] * projection
+                    dinp[row, i] = dresidual[row, i] + d
             else:
                 for i in range(dim):
-                    dinp[row, i] = dout[row, i] * weight[i] * r - inp[row, i] * shift
+                    dinp[row, i] = dout[row, i] * weight[i] * r - inp[row, i] * projection
     for group in range(GROUPS):
         for i in range(dim):
             dweight[i] += partial[group, i]
@@ -95,17 +96,17 @@ def residual_rmsnorm_forward(
     *,
     eps: float,
 ) -> None:
-    """Add a block's branch to the residual stream (one Euler step) and normalise the sum for the next branch.
+    """Add a branch to the residual stream (one Euler step), and normalise the sum for the next branch.
 
         residual_out = residual + branch (+ branch_bias)
         out          = rmsnorm(residual_out)
 
     Args:
         residual_out: (rows, C), overwritten; saved for the backward pass.
-        out, rstd:    as rmsnorm_forward's.
+        out, rstd:    as in rmsnorm_forward.
         residual:     (rows, C), the stream before the step.
-        branch:       (rows, C), what attention or the MLP made.
-        branch_bias:  (C,), the bias of its last linear layer, or None.
+        branch:       (rows, C), the output of attention or of the MLP.
+        branch_bias:  (C,), the bias of the branch's last linear layer, or None.
     """
     if branch_bias is not None:
         bias_forward(residual_out, branch, branch_bias)
@@ -139,17 +140,18 @@ def residual_rmsnorm_backward(
     weight: Array,
     rstd: Array,
 ) -> None:
-    """Gradient of residual_rmsnorm: the same for the stream and for the branch, since both were added.
+    """Gradient of residual_rmsnorm. residual_out is a sum, so residual and branch both get dinp.
 
-        dinp          = dresidual_out + (rmsnorm's dinp at residual_out)
+        dinp          = dresidual_out + rmsnorm_backward's dinp at residual_out
         dbranch_bias += sum over rows of dinp
 
     Args:
         dinp:          (rows, C), overwritten; may alias dresidual_out.
         dweight:       (C,), accumulated.
         dbranch_bias:  (C,), accumulated, or None.
-        dresidual_out: (rows, C), the gradient that arrives along the stream, or None where nothing does.
+        dresidual_out: (rows, C), the gradient that arrives along the stream, or None.
         dout:          (rows, C), the gradient of the normalised output.
+        residual_out, weight, rstd: as in the forward pass.
     """
     if dresidual_out is None:
         rmsnorm_backward(dinp, dweight, dout, residual_out, weight, rstd)

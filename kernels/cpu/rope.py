@@ -12,13 +12,13 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
 def rope_table(context: int, head_dim: int, base: float) -> Array:
-    """cos and sin of every position's angles, (context, 2, D / 2) fp64: angle[p, i] = p * base^(-2 i / D)."""
+    """cos and sin, (context, 2, D / 2) fp64, of angle[p, i] = p * base^(-2 i / D): position p, pair i."""
     angle = np.outer(np.arange(context), base ** (-np.arange(0, head_dim, 2) / head_dim))
     return np.stack((np.cos(angle), np.sin(angle)), axis=1)
 
 
 def rope_forward(qkv: Array, start: Ids, table: Array, *, rotated: int) -> None:
-    """Turn each pair (i, i + D/2) of the query and key heads by its position's angle, in place.
+    """Rotate each pair (a, b) = (i, i + D/2) of the query and key heads by its position's angle, in place.
 
         a' = a cos - b sin        b' = a sin + b cos        position = t - start[b, t]
 
@@ -26,7 +26,7 @@ def rope_forward(qkv: Array, start: Ids, table: Array, *, rotated: int) -> None:
         qkv:     (B, T, H + 2 KV, D), the first `rotated` heads overwritten.
         start:   (B, T) int32, the index at which the token's document begins.
         table:   (context, 2, D / 2), from rope_table.
-        rotated: H + KV; the values stay.
+        rotated: H + KV, the number of query and key heads. The value heads stay.
 
     Source: Su et al. 2021, arXiv:2104.09864, in the two-halves order of the Llama models.
     """
@@ -34,11 +34,11 @@ def rope_forward(qkv: Array, start: Ids, table: Array, *, rotated: int) -> None:
 
 
 def rope_backward(dqkv: Array, start: Ids, table: Array, *, rotated: int) -> None:
-    """Gradient of a rotation: the rotation by the opposite angle, in place.
+    """Gradient of RoPE: the rotation by the opposite angle, in place.
 
     Args:
         dqkv: (B, T, H + 2 KV, D), the first `rotated` heads overwritten.
-        start, table, rotated: the forward pass's.
+        start, table, rotated: as in the forward pass.
     """
     _rotate(dqkv, start, table, rotated, dqkv.dtype.type(-1))
 

@@ -13,26 +13,29 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 def sample(
     out: Ids, logits: Array, uniform: Array, *, vocab_size: int, temperature: float, top_k: int, top_p: float
 ) -> None:
-    """Draw one token a row from softmax(logits / temperature), cut to the likeliest tokens.
+    """Draw one token per row from softmax(logits / temperature), cut to the likeliest tokens.
 
-    Candidates are ranked by logit, the smaller id first among equals. top_k keeps the k first; top_p then keeps the shortest
-    prefix whose probability, among those kept, reaches p. Of those that are left
+    Candidates are ranked by logit, equal logits by rising id. top_k keeps the first k. top_p then keeps the
+    shortest prefix whose probability reaches the fraction p of the kept candidates' probability. The draw is
 
-        out = argmax(logits / temperature - log(-log(u))),    u in (0, 1) a hash of the row's number and the token's id,
+        out = argmax over the kept candidates of logits / temperature - log(-log(u))    (Gumbel-max)
+        u in (0, 1) a hash of the row's uniform number and the token's id
 
-    which is distributed as softmax(logits / temperature). At one number two distributions that are alike mostly give one token.
+    The draw has the distribution softmax(logits / temperature) over the kept candidates. For one
+    uniform number, two similar distributions mostly give the same token. Speculative decoding needs that.
 
     Args:
         out:     (B,) int32, overwritten.
-        logits:  (B, Vp); columns from vocab_size on are padding and take no part.
-        uniform: (B,) fp64 in [0, 1), one independent draw a row, its number.
+        logits:  (B, Vp). Columns from vocab_size on are padding and are ignored.
+        uniform: (B,) fp64 in [0, 1), an independent random number per row.
         vocab_size: V.
         temperature: 0 takes the likeliest token.
-        top_k:   0 keeps all.
-        top_p:   1 keeps all; in (0, 1].
+        top_k:   0 keeps all candidates.
+        top_p:   in (0, 1]; 1 keeps all candidates.
 
-    Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p); Maddison, Tarlow and Minka 2014, arXiv:1411.0030, section 2 (the
-        draw); Daliri, Musco and Suresh 2025, arXiv:2408.07978 (drafts and tokens at one number).
+    Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p); Maddison, Tarlow and Minka 2014, arXiv:1411.0030,
+        section 2 (the draw); Daliri, Musco and Suresh 2025, arXiv:2408.07978 (drafts and tokens from one
+        random number).
     """
     for row, number in enumerate(uniform):
         values = logits[row, :vocab_size]
@@ -44,7 +47,7 @@ def sample(
 
 
 def suppress_tokens(logits: Array, ids: Ids) -> None:
-    """Set the logits (B, Vp) of some tokens (n,) to -infinity, so that sampling never draws them."""
+    """Set the logits (B, Vp) of the tokens ids (n,) to -infinity. Sampling then never draws them."""
     logits[:, ids] = -np.inf
 
 
@@ -55,29 +58,28 @@ def _draw(logits, number, temperature, top_k, top_p):  # type: ignore[no-untyped
         ids = ids[np.argsort(-logits[ids], kind="mergesort")]  # stable, as ids rise
         weights = np.exp((logits[ids].astype(np.float64) - logits[ids[0]]) / temperature)
         target, total, kept = top_p * weights.sum(), 0.0, 0
-        while (
-            kept < ids.size and total < target
-        ):  # ends just past the first at which the sum reaches the target
+        # Afterwards ids[kept - 1] is the first candidate at which the sum reaches the target.
+        while kept < ids.size and total < target:
             total += weights[kept]
             kept += 1
         ids = ids[:kept]
-    best, most = ids[0], -np.inf
+    best, best_score = ids[0], -np.inf
     for token in ids:
         score = np.float64(logits[token]) / temperature + _gumbel(number, token)
-        if score > most:
-            best, most = token, score
+        if score > best_score:
+            best, best_score = token, score
     return best
 
 
 @jit
 def _likeliest(logits, count):  # type: ignore[no-untyped-def]
-    """The first `count` of the ranking, by rising id."""
-    least = np.partition(logits, logits.size - count)[logits.size - count]
-    equal = count - (logits > least).sum()  # of those that equal the last
+    """The ids of the first `count` tokens of the ranking, by rising id."""
+    threshold = np.partition(logits, logits.size - count)[logits.size - count]
+    equal = count - (logits > threshold).sum()  # how many tokens at the threshold are kept
     ids, found = np.empty(count, np.int64), 0
     for token in range(logits.size):
-        if logits[token] > least or (logits[token] == least and equal > 0):
-            equal -= logits[token] == least
+        if logits[token] > threshold or (logits[token] == threshold and equal > 0):
+            equal -= logits[token] == threshold
             ids[found] = token
             found += 1
     return ids
@@ -85,7 +87,7 @@ def _likeliest(logits, count):  # type: ignore[no-untyped-def]
 
 @jit
 def _gumbel(number, token):  # type: ignore[no-untyped-def]
-    """A number of Gumbel's distribution, for one number and token always the same.
+    """Gumbel noise: a function of the row's uniform number and the token alone.
 
     Source: Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195 (the hash, SplitMix).
     """

@@ -1,4 +1,4 @@
-"""SwiGLU: a gate through SiLU times a linear half."""
+"""SwiGLU: SiLU of the gate times the linear half."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def _forward(out, inp):  # type: ignore[no-untyped-def]
 
 
 def swiglu_backward(dinp: Array, dout: Array, inp: Array) -> None:
-    """With s = sigmoid(gate):
+    """Gradient of SwiGLU. With s = sigmoid(gate):
 
         dgate = dout * up * s * (1 + gate * (1 - s))
         dup   = dout * gate * s
@@ -42,7 +42,7 @@ def swiglu_backward(dinp: Array, dout: Array, inp: Array) -> None:
     Args:
         dinp: (rows, 2 F), overwritten.
         dout: (rows, F).
-        inp:  (rows, 2 F), the forward pass's.
+        inp:  (rows, 2 F), as in the forward pass.
     """
     _backward(dinp, dout, inp)
 

@@ -1,4 +1,4 @@
-"""The sum that a loss is made of."""
+"""The weighted sum of the rows' losses."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 def weighted_sum_forward(total: Array, nll: Array, weight: Array) -> None:
     """total += sum of weight * nll, in fp64.
 
-    A row of weight 0 adds nothing even where its nll is not finite.
+    A row of weight 0 adds nothing, even if its nll is not finite.
 
     Args:
         total:  () fp64, accumulated.

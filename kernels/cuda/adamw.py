@@ -41,6 +41,6 @@ def adamw(
         _ADAMW, (FLOAT if compute_weights is None else compute_weights.dtype, size),
         min(-(-vectors // _BLOCK), _BLOCKS_PER_SM * device.sm_count), _BLOCK,
         params=params, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grads=grads, compute_weights=compute_weights,
-        flags=flags, grad_norm=grad_norm, lr=lr, step=step, vectors=vectors, run=run // size,
+        flags=flags, grad_norm=grad_norm, lr=lr, step=step, vectors=vectors, run_vectors=run // size,
         beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip,
     )  # fmt: skip

@@ -1,13 +1,15 @@
-// The copy of the parameters that products read.
+// Rounds the fp32 parameters to the compute weights of the matmuls.
 //
 //     out = inp, rounded to T
 //
-// Layout: inp fp32 and out of T, any number of elements in order. Work: a thread owns a vector of SIZE elements.
-// Precision: one rounding, to nearest, ties to even, as the update's (adamw.cu).
+// Layout: inp fp32 and out of T, any number of elements in order.
+// Work: a thread owns a vector of SIZE elements.
+// Precision: one rounding, to nearest, ties to even, as in adamw.cu and muon.cu.
+// Determinism: elements are independent.
 
 #include "vectors.cuh"
 
-// count: of vectors, below 2^31; elements beyond 2^31 are reached by long long.
+// count: the number of vectors, below 2^31. Element offsets may pass 2^31 and are long long.
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(256) cast(T* out, const float* inp, int count) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -55,8 +55,8 @@ def _add_by_key(
 ) -> None:
     (rows, dim), keys = dout.shape, dweight.shape[0]
     blocks = -(-rows // _CHUNK)
-    zeroed, begin, size, short_keys, long_keys, order = device.workspace(*_scratch(keys, rows))
-    counts, taken = zeroed[: blocks * keys], zeroed[blocks * keys :]
+    zeroed, list_begin, list_size, short_keys, long_keys, row_lists = device.workspace(*_scratch(keys, rows))
+    counts, list_counters = zeroed[: blocks * keys], zeroed[blocks * keys :]
     device.fill_zero(zeroed)
     device.launch(
         _COUNT_KEYS,
@@ -72,24 +72,33 @@ def _add_by_key(
     )
     device.launch(
         _MAKE_LISTS, (_SHORT,), -(-keys // _BLOCK), _BLOCK,
-        counts=counts, taken=taken, begin=begin, size=size, short_keys=short_keys, long_keys=long_keys, blocks=blocks, keys=keys,
+        counts=counts, list_counters=list_counters, list_begin=list_begin, list_size=list_size, short_keys=short_keys,
+        long_keys=long_keys, blocks=blocks, keys=keys,
     )  # fmt: skip
     device.launch(
         _PLACE_ROWS, (_CHUNK,), blocks, _CHUNK,
-        order=order, counts=counts, begin=begin, tokens=tokens, start=start, rows=rows, length=length, keys=keys,
+        row_lists=row_lists, counts=counts, list_begin=list_begin, tokens=tokens, start=start, rows=rows,
+        length=length, keys=keys,
     )  # fmt: skip
     vector = vector_size(dim, dout, dweight)
     template, slices = (dout.dtype, vector), -(-dim // (_WARP * vector))
-    lists = {"dweight": dweight, "dout": dout, "order": order, "begin": begin, "size": size, "dim": dim}
+    lists = {
+        "dweight": dweight,
+        "dout": dout,
+        "row_lists": row_lists,
+        "list_begin": list_begin,
+        "list_size": list_size,
+        "dim": dim,
+    }
     warps = _BLOCK // _WARP
     device.launch(
         _ADD_SHORT, template, (min(-(-keys // warps), _SHORT_BLOCKS_A_PROCESSOR * device.sm_count), slices), (_WARP, warps),
-        short_keys=short_keys, number=taken[1:2], **lists,
+        short_keys=short_keys, key_count=list_counters[1:2], **lists,
     )  # fmt: skip
     long_grid = min(keys, _LONG_BLOCKS_A_PROCESSOR * device.sm_count), slices
     device.launch(
         _ADD_LONG, (*template, _LONG_WARPS), long_grid, (_WARP, _LONG_WARPS),
-        long_keys=long_keys, number=taken[2:3], **lists,
+        long_keys=long_keys, key_count=list_counters[2:3], **lists,
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-// Tokens that sampling must not draw: their logits become -infinity, which is no candidate there.
+// Bans tokens from sampling: their logits become -infinity, and sample.cu skips such logits.
 //
-// Layout: logits (B, width) of T, ids (count,) int32. Work: grid (blocks of ids, B), a thread owns one id of one row.
-// Determinism: an id that comes twice is written twice with the same value.
+// Layout: logits (B, width) of T, ids (count,) int32.
+// Work: grid (blocks of ids, B); a thread writes the logit of one id in one row.
+// Determinism: a repeated id is written several times with the same value.
 
 #include "reduce.cuh"
 

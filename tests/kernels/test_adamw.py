@@ -121,20 +121,22 @@ def test_same_bits_again_and_on_one_thread() -> None:
 
 # A gradient that the next update adds to, one that is cleared for nothing, or an element that is cleared before it is used.
 def test_gradient_is_cleared() -> None:
-    a = {**inputs(), "copy": np.full(RUN * RUNS, np.nan, np.float32)}
+    a = {**inputs(), "compute_weights": np.full(RUN * RUNS, np.nan, np.float32)}
     params, before, scalars = a["params"], a["grads"].copy(), (a["flags"], a["grad_norm"], a["lr"], a["step"])
-    adamw(params, a["exp_avg"], a["exp_avg_sq"], a["grads"], a["copy"], *scalars, **CONSTANTS)
+    adamw(params, a["exp_avg"], a["exp_avg_sq"], a["grads"], a["compute_weights"], *scalars, **CONSTANTS)
     assert_same_bits(
         {"grads": a["grads"]}, {"grads": np.where(np.repeat(a["flags"], RUN) & CLEARED, 0, before)}
     )
     # The weights that products read lag behind by an update, or are never written.
-    assert_same_bits({"copy": a["copy"]}, {"copy": params.astype(np.float32)})
+    assert_same_bits(
+        {"compute_weights": a["compute_weights"]}, {"compute_weights": params.astype(np.float32)}
+    )
 
 
-# A matrix that both optimizers move, or a weight whose copy is taken before Muon has moved it.
+# A matrix that both optimizers move, or compute weights that are rounded before Muon has moved the matrix.
 def test_muons_runs_stay() -> None:
-    a = {**inputs(), "copy": np.full(RUN * RUNS, np.nan)}
-    flat = ("params", "exp_avg", "exp_avg_sq", "grads", "copy")
+    a = {**inputs(), "compute_weights": np.full(RUN * RUNS, np.nan)}
+    flat = ("params", "exp_avg", "exp_avg_sq", "grads", "compute_weights")
     results = []
     for flags in (a["flags"], a["flags"] | MUON * (np.arange(RUNS) % 3 == 1).astype(np.uint8)):
         b = {name: array.copy() for name, array in a.items()}
@@ -148,11 +150,21 @@ def test_muons_runs_stay() -> None:
 # One update by a gradient that overflowed spoils every parameter; one that clears it hides the tensor at fault.
 @pytest.mark.parametrize("norm", [np.nan, np.inf])
 def test_nothing_changes_where_the_norm_is_not_finite(norm: float) -> None:
-    a = {**inputs(), "copy": np.ones(RUN * RUNS), "grad_norm": np.array(norm)}
+    a = {**inputs(), "compute_weights": np.ones(RUN * RUNS), "grad_norm": np.array(norm)}
     before = {name: array.copy() for name, array in a.items()}
     arrays = (
         a[name]
-        for name in ("params", "exp_avg", "exp_avg_sq", "grads", "copy", "flags", "grad_norm", "lr", "step")
+        for name in (
+            "params",
+            "exp_avg",
+            "exp_avg_sq",
+            "grads",
+            "compute_weights",
+            "flags",
+            "grad_norm",
+            "lr",
+            "step",
+        )
     )
     adamw(*arrays, **CONSTANTS)
     assert_same_bits(a, before)

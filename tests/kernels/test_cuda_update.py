@@ -152,16 +152,16 @@ def updates(side: Side, a: Arrays, grad_clip: float, copies: bool = True) -> Arr
         side.single(np.zeros(size)),
         side.single(np.zeros(size)),
     )
-    copy = side.stored(np.full(size, np.nan)) if copies else None
+    compute_weights = side.stored(np.full(size, np.nan)) if copies else None
     flags, lr = side.same(a["flags"]), side.same(np.array(1e-2))
     for step in (1, 2, 3):
         grads, norm = side.single(a[f"grads{step}"]), side.same(np.array(1.5 * step))
         side(
-            adamw, params, exp_avg, exp_avg_sq, grads, copy, flags, norm, lr, side.same(np.array(step, np.int64)),
+            adamw, params, exp_avg, exp_avg_sq, grads, compute_weights, flags, norm, lr, side.same(np.array(step, np.int64)),
             **CONSTANTS, grad_clip=grad_clip,
         )  # fmt: skip
     result = {"params": params, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grads": grads}
-    return result if copy is None else {**result, "copy": copy}
+    return result if compute_weights is None else {**result, "compute_weights": compute_weights}
 
 
 # Runs without vectors; more elements than the grid has threads; a bias correction in fp32, a decay or a clip of the wrong
@@ -182,7 +182,7 @@ def test_adamw(shape: tuple[int, int], grad_clip: float, storage: Any) -> None:
 def test_adamw_copy(storage: Any) -> None:
     a, side = update_inputs(64, 9), Gpu(storage)
     got = on_host(side, updates(side, a, 1.0))
-    np.testing.assert_array_equal(got.pop("copy"), rounded(got["params"], storage))
+    np.testing.assert_array_equal(got.pop("compute_weights"), rounded(got["params"], storage))
     assert_same_bits(on_host(side, updates(side, a, 1.0, copies=False)), got)
 
 
@@ -192,7 +192,7 @@ def test_adamw_leaves_muons_runs(storage: Any) -> None:
     a, side = update_inputs(64, 8), Gpu(storage)
     mixed = {**a, "flags": np.where(np.arange(8) < 4, a["flags"], a["flags"] | MUON).astype(np.uint8)}
     got, plain = (on_host(side, updates(side, arrays, 1.0)) for arrays in (mixed, a))
-    before = {"params": a["params"], "grads": a["grads3"], "copy": np.full(512, np.nan)}
+    before = {"params": a["params"], "grads": a["grads3"], "compute_weights": np.full(512, np.nan)}
     for name, array in got.items():
         assert_same_bits({name: array[:256]}, {name: plain[name][:256]})
         np.testing.assert_array_equal(array[256:], before.get(name, np.zeros(512))[256:])
@@ -233,7 +233,7 @@ def muon_update(side: Side, a: Arrays) -> Arrays:
     ]
     norm, lr = side.same(np.array(a.get("norm", 2.0))), side.same(np.array(0.5))
     side(muon, *(matrices.view(array) for array in flat), *scratch, norm, lr, weight_decay=0.1, grad_clip=1.0)
-    return dict(zip((*names, "copy"), flat, strict=True))
+    return dict(zip((*names, "compute_weights"), flat, strict=True))
 
 
 @pytest.fixture(params=("custom", "cublaslt"))
@@ -254,10 +254,10 @@ def _products(
 
         return rounded_op
 
-    def iterate(out: Array, gram: Array, square: Array, x: Array) -> None:
+    def iterate(out: Array, gram: Array, poly: Array, x: Array) -> None:
         if x.dtype == np.float32:
             x[...] = rounded(x, storage)
-        first(out, gram, square, x)
+        first(out, gram, poly, x)
 
     first = cpu.iterate
     monkeypatch.setattr(cpu, "iterate", iterate)
@@ -275,12 +275,14 @@ def _products(
 @pytest.mark.parametrize("shape", MATRICES)
 def test_muon(shape: tuple[int, int, int, int], storage: Any) -> None:
     a, matrices, side = muon_inputs(shape), place(np.array(shape)), Gpu(storage)
-    single, sums = ("exp_avg", "grads"), ("params", "copy")
+    single, sums = ("exp_avg", "grads"), ("params", "compute_weights")
     assert_calibrated_op(muon_update, a, storage, single=single, sums=sums, exact=("grads",))
     got = on_host(side, muon_update(side, a))
-    np.testing.assert_array_equal(matrices.view(got["copy"]), rounded(matrices.view(got["params"]), storage))
+    np.testing.assert_array_equal(
+        matrices.view(got["compute_weights"]), rounded(matrices.view(got["params"]), storage)
+    )
     between = {name: a[name].astype(np.float32) for name in a if name != "shape"} | {
-        "copy": np.full_like(got["copy"], 7)
+        "compute_weights": np.full_like(got["compute_weights"], 7)
     }
     for name, array in between.items():
         matrices.view(array)[...] = matrices.view(got[name])
@@ -297,7 +299,7 @@ def test_muon_changes_nothing_where_the_norm_is_not_finite(
     monkeypatch.setattr(gpu(), "matmul", "custom", raising=False)
     got = on_host(side, muon_update(side, a))
     before = {name: a[name].astype(np.float32) for name in a if name in got}
-    assert_same_bits(got, {**before, "copy": np.full_like(got["copy"], 7)})
+    assert_same_bits(got, {**before, "compute_weights": np.full_like(got["compute_weights"], 7)})
 
 
 # One update by a gradient that overflowed spoils every parameter; one that clears it hides the tensor at fault.
@@ -308,7 +310,7 @@ def test_adamw_changes_nothing_where_the_norm_is_not_finite(norm: float, storage
     names = ("params", "exp_avg", "exp_avg_sq", "grads")
     arrays = {
         **{name: side.single(normal(rng, 640)) for name in names},
-        "copy": side.stored(normal(rng, 640)),
+        "compute_weights": side.stored(normal(rng, 640)),
     }
     before = on_host(side, arrays)
     scalars = (side.same(np.full(10, 3, np.uint8)), side.same(np.array(norm)), side.same(np.array(1e-2)))

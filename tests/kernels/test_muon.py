@@ -47,12 +47,12 @@ def matrix(m: int, n: int, least: float = 0.02) -> tuple[Array, Array]:
 def scratch(like: Array) -> tuple[Array, Array, Array, Array]:
     """What an update of matrices (.., m, n) computes in."""
     shape = (like[..., 0, 0].size, *like.shape[-2:])
-    square = (shape[0], min(shape[1:]), min(shape[1:]))
+    gram = (shape[0], min(shape[1:]), min(shape[1:]))
     return (
         unwritten(like, *shape),
         unwritten(like, *shape),
-        unwritten(like, *square),
-        unwritten(like, *square),
+        unwritten(like, *gram),
+        unwritten(like, *gram),
     )
 
 
@@ -62,10 +62,10 @@ def scratch(like: Array) -> tuple[Array, Array, Array, Array]:
 def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
     x, orthogonal = matrix(*shape)
     x /= np.linalg.norm(x)
-    spare, _, gram, square = (array[0] for array in scratch(x))
+    x_next, _, gram, poly = (array[0] for array in scratch(x))
     for _ in range(ITERATIONS):
-        iterate(spare, gram, square, x)
-        x, spare = spare, x
+        iterate(x_next, gram, poly, x)
+        x, x_next = x_next, x
     values = np.linalg.svd(x, compute_uv=False)
     assert values.min() > 0.67 and values.max() < 1.21, values
     assert (
@@ -85,11 +85,13 @@ def run(a: Arrays, **constants: float) -> Arrays:
     """One update of copies: of a matrix, or of (layers, count, m, n)."""
     shape = a["params"].shape
     arrays = {name: a[name].copy() for name in ("params", "exp_avg", "grads")} | {
-        "copy": np.full(shape, np.nan, np.float32)
+        "compute_weights": np.full(shape, np.nan, np.float32)
     }
     norm, lr = a["grad_norm"].astype(np.float64), a["lr"].astype(np.float64)
-    params, exp_avg, grads, copy = (array.reshape((1, 1, *shape)[-4:]) for array in arrays.values())
-    muon(params, exp_avg, grads, copy, *scratch(params), norm, lr, **{**CONSTANTS, **constants})
+    params, exp_avg, grads, compute_weights = (
+        array.reshape((1, 1, *shape)[-4:]) for array in arrays.values()
+    )
+    muon(params, exp_avg, grads, compute_weights, *scratch(params), norm, lr, **{**CONSTANTS, **constants})
     return arrays
 
 
@@ -118,7 +120,9 @@ def test_update_is_the_papers(shape: tuple[int, int], norm: float, grad_clip: fl
         assert_within(name, got[name], array, 1e-12)
     assert_same_bits({"grads": got["grads"]}, {"grads": a["grads"]})
     # The weights that products read lag behind by an update, or are never written.
-    assert_same_bits({"copy": got["copy"]}, {"copy": got["params"].astype(np.float32)})
+    assert_same_bits(
+        {"compute_weights": got["compute_weights"]}, {"compute_weights": got["params"].astype(np.float32)}
+    )
     assert_within("float32", run(single(a), grad_clip=grad_clip)["params"], expected["params"], 1e-5)
 
 
@@ -149,7 +153,7 @@ def test_no_gradient_only_decays() -> None:
 def test_nothing_changes_where_the_norm_is_not_finite(norm: float) -> None:
     a = {**inputs(17, 130), "grad_norm": np.array(norm)}
     got = run(a)
-    assert np.isnan(got.pop("copy")).all()
+    assert np.isnan(got.pop("compute_weights")).all()
     assert_same_bits(got, {name: a[name] for name in got})
 
 
