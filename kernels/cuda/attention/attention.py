@@ -57,9 +57,9 @@ _HOPPER_FORWARD = Kernel(
 _HOPPER_BACKWARD = Kernel(
     "attention/attention_hopper_backward.cu", "attention_backward", tuple((d,) for d in _HOPPER), hopper=True
 )
-_HOPPER_ROWS, _HOPPER_BLOCK = 128, 3 * 128  # KEYS, also the forward pass's QUERIES; three warpgroups
-_HOPPER_BARRIERS = 256  # bytes, enough for those and for the items that wait
-_HOPPER_L2_BYTES = 16 * 2**20  # of keys and values that blocks work on at a time; 8 and 32 were no faster
+_HOPPER_ROWS, _HOPPER_BLOCK = 128, 3 * 128  # KEY_TILE, also the forward pass's QUERY_TILE; three warpgroups
+_HOPPER_BARRIERS = 256  # bytes, enough for mbarriers and work tiles
+_HOPPER_L2_BYTES = 16 * 2**20  # K and V of a scheduling section; 8 and 32 MiB were no faster (NOTES.md, 2026-11-30)
 
 
 def attention_forward(device: Device, out: Array, lse: Array, qkv: Array, start: Array) -> None:
@@ -140,7 +140,7 @@ def attention_kernel(device: Device, dtype: Any, head_dim: int) -> str:
 def attention_workspace_bytes(
     device: Device, dtype: Any, batch: int, length: int, heads: int, kv_heads: int, head_dim: int
 ) -> int:
-    """What attention_backward needs while it runs, but for bias_backward: delta; by hopper also fp32 sums, and turns."""
+    """Workspace of attention_backward, without bias_backward's: delta; hopper adds fp32 sums of dq and semaphores."""
     parts = _workspace(attention_kernel(device, dtype, head_dim), batch, length, heads, kv_heads, head_dim)
     return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize + 256 for shape, dtype in parts)
 
@@ -148,7 +148,7 @@ def attention_workspace_bytes(
 def _workspace(
     which: str, batch: int, length: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[tuple[tuple[int, ...], Any], ...]:
-    """delta, and for hopper dq_sum, taken with turns, and dbias's partial sums: shapes and dtypes."""
+    """Shapes and dtypes: delta; for hopper also dq_sum, tile_counter with dq_semaphore, and dbias's partial sums."""
     delta = (batch, heads, length), FLOAT
     if which != "hopper":
         return (delta,)
@@ -162,12 +162,12 @@ def _workspace(
 
 
 def _backward_queries(head_dim: int) -> int:
-    """QUERIES of attention_hopper_backward.cuh."""
+    """QUERY_TILE of attention_hopper_backward.cuh."""
     return 128 if head_dim == 64 else 64
 
 
 def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, start: Array) -> None:
-    """Blocks that stay, one a multiprocessor: queries of two items, results of one, and STAGES of keys and of values."""
+    """Persistent blocks, one per SM. Shared memory: q of two work tiles, out of one, and STAGES tiles of k and v."""
     batch, length, heads, head_dim = out.shape
     sizes, tile_bytes = _sizes(out, qkv), _HOPPER_ROWS * head_dim * BF16.itemsize
     pairs, one = batch * heads, 2 * length * head_dim * BF16.itemsize  # one head's keys and values
@@ -183,7 +183,7 @@ def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, s
 def _launch_hopper_backward(
     device: Device, given: dict[str, Any], dbias: Array | None, dq_sum: Array, counts: Array, partial: Array
 ) -> None:
-    """Blocks that stay: a tile of keys and of values, two stages of queries and gradients, two of ds, dq's parts, new and old."""
+    """Persistent blocks. Shared memory: a tile of k and v, two of q, dout and ds, and dq's contributions and sums."""
     batch, length, _, head_dim = given["dout"].shape
     sizes, queries = _sizes(given["dout"], given["qkv"]), _backward_queries(head_dim)
     tiles = 2 * _HOPPER_ROWS * (head_dim + queries) + 4 * queries * head_dim  # elements, of bf16
@@ -195,7 +195,7 @@ def _launch_hopper_backward(
     items = -(-length // _HOPPER_ROWS) * sizes["kv_heads"] * batch
     device.launch(
         _HOPPER_BACKWARD, (head_dim,), min(device.processors, items), _HOPPER_BLOCK, shared_bytes=shared, dq_sum=dq_sum,
-        taken=counts[:1], turns=counts[1:], partial=None if dbias is None else partial, batch=batch,
+        tile_counter=counts[:1], dq_semaphore=counts[1:], partial=None if dbias is None else partial, batch=batch,
         ordered=device.deterministic, **maps, **arrays, **sizes,
     )  # fmt: skip
     if dbias is not None:
