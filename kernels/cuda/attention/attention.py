@@ -30,7 +30,7 @@ _DELTA = Kernel(
 )
 _DELTA_BLOCK, _DELTA_LANES = 256, 8  # the block is not tuned
 
-# T, HEAD_DIM, ROW_TILES, and backward UNIT, KEPT. Those of which no register is spilled; not tuned.
+# T, HEAD_DIM, ROW_TILES, and backward SUBTILE, IN_REGISTERS. Those of which no register is spilled; not tuned.
 _FORWARD = (
     (BF16, 32, 2), (BF16, 64, 2), (BF16, 96, 2), (BF16, 128, 2),
     (FLOAT, 32, 2), (FLOAT, 64, 2), (FLOAT, 96, 1), (FLOAT, 128, 1),
@@ -227,7 +227,7 @@ def _launch_mma(
     batch, length, _, head_dim = out.shape
     template = next(one for one in kernel.instances if one[:2] == (qkv.dtype, head_dim))
     rows, row_bytes = 64 * cast(int, template[2]), head_dim * qkv.dtype.itemsize
-    columns = 64 if row_bytes <= 128 else 32 if row_bytes <= 256 else 16  # COLUMNS of attention_tile.cuh
+    columns = 64 if row_bytes <= 128 else 32 if row_bytes <= 256 else 16  # STREAMED_ROWS of attention_tile.cuh
     shared = (row_bytes + 16) * (own * rows + 2 * stages * columns) + stages * columns * word_bytes
     device.launch(
         kernel,
