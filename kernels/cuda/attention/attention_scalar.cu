@@ -11,13 +11,13 @@
 //     out = o / l and lse = m + log l.
 // Backward: p is recomputed from lse. One kernel sums dq over keys, another dk and dv over queries.
 // Layout: qkv and dqkv (B, T, H + 2 KV, D) of T: H query heads, then KV key heads, then KV value heads. Query
-//     head h reads key head h / (H / KV). out, dout (B, T, H, D) of T. lse, delta (B, H, T) fp32. start (B, T)
-//     int32 never falls along a row. Row offsets are long long: B * T * (H + 2 KV) * D can pass 2^31.
+//     head h reads key head h / (H / KV). out, dout (B, T, H, D) of T. lse, delta (B, H, T) fp32.
+//     start (B, T) int32 never falls along a row. Row offsets are long long: B * T * (H + 2 KV) * D passes
+//     2^31 at B = 128, T = 8192, 36 heads of 64.
 // Block: TILE rows of one head (queries; or keys, with all query heads that share them). It loops over tiles
 //     of the other side, except those past the diagonal or in another document.
-// Warp: WARP_ROWS rows. Scores: a lane computes one column.
-// Sums: a lane has the features lane, lane + 32, ...
-//     HEAD_DIM is D rounded up to a multiple of 32, padded with zeros.
+// Warp: WARP_ROWS rows. A lane computes one column of the scores. Of the sums it has the features lane,
+//     lane + 32, ... HEAD_DIM is D rounded up to a multiple of 32, padded with zeros.
 // Precision: fp32, one rounding to T at each store. Determinism: every sum has a fixed order; no atomics.
 // Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); Dao et al. 2022, arXiv:2205.14135,
 //     algorithms 1 and 4. docs/kernels/attention.md compares the attention kernels.
@@ -156,8 +156,7 @@ __global__ void __launch_bounds__(WARPS * WARP)
     }
 }
 
-// delta[b, h, t] = dout[b, t, h] . out[b, t, h], both as
-// they are in T. LANES lanes compute one of the B T H rows.
+// delta[b, h, t] = dout[b, t, h] . out[b, t, h], of the values rounded to T. LANES lanes compute one row.
 template <typename T, int SIZE>
 __global__ void attention_delta(float* delta, const T* dout, const T* out, long long rows, int length,
                                 int heads, int head_dim) {
