@@ -5,7 +5,7 @@
 //
 // gemm_nn: acc += A B, of a gemm_nt's accumulators and the streamed rows. It computes out, dq, dk and dv.
 //
-// Accumulators have mma.cuh's layout. Element acc[i][j][e] is of row 16 i + g (+ 8 for e >= 2) and column
+// Accumulators have mma.cuh's layout. acc[i][j][e] is in row 16 i + g (+ 8 for e >= 2) and column
 // 8 j + 2 t (+ 1 for odd e). gemm_nn of fp32 orders its columns otherwise, see gemm_nn_tf32.
 #pragma once
 

@@ -6,9 +6,9 @@
 // Layout: see attention_scalar.cu, whose attention_delta computes delta.
 // Block: persistent. A work tile is KEY_TILE keys of one KV head. The inner loop covers its query heads, and
 //     for each head the tiles of QUERY_TILE queries from the diagonal onward, in rising order.
-// Consumers (warpgroups 0 and 1): 64 keys each, dk and dv in registers. S^T = K Q^T and dP^T = V dO^T are
-//     computed, so P^T and dS^T are register A operands (wgmma RS) of dV += P^T dO and dK += dS^T Q.
-//     Only dS goes through shared memory, for dQ = dS K.
+// Consumers (warpgroups 0 and 1): 64 keys each, dk and dv in registers. They compute S^T = K Q^T and
+//     dP^T = V dO^T. P^T and dS^T are then register A operands (wgmma RS) of dV += P^T dO and
+//     dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K.
 // Producer (warp 8): fetches work tiles. Loads q, dout, lse, delta and start up to STAGES query tiles ahead.
 // dq writers (warps 9 and 10): add dq tiles to dq_sum (fp32), diagonal key tile first. The last key tile's
 //     writer rounds the sum and stores it to dqkv.

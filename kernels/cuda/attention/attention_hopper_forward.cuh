@@ -108,8 +108,8 @@ void producer(const SmemLayout<HEAD_DIM, STAGES>& smem, const TensorMap& qkv_map
                                                     work.first_query + g * WARPGROUP_ROWS, work.b);
         const int k_head = heads + work.head / (heads / kv_heads);
         for (int tile = work.first_key_tile(length); tile >= work.last_key_tile; tile--, step++) {
-            const unsigned stage = step % STAGES, parity = step / STAGES % 2,
-                           offset = stage * smem.TILE_BYTES;
+            const unsigned stage = step % STAGES, parity = step / STAGES % 2;
+            const unsigned offset = stage * smem.TILE_BYTES;
             wait(smem.k_empty[stage], parity ^ 1);
             tma_load_rows<HEAD_DIM, KEY_TILE>(smem.k + offset, qkv_map, smem.k_full[stage], k_head,
                                               tile * KEY_TILE, work.b);

@@ -81,8 +81,8 @@ inline void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;
 inline void tma_load(unsigned tile, const TensorMap& map, unsigned barrier, int d, int head, int row,
                      int batch) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
-        "%6}], [%2];" ::"r"(tile),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(tile),
         "l"(&map), "r"(barrier), "r"(d), "r"(head), "r"(row), "r"(batch)
         : "memory");
 }
@@ -99,8 +99,8 @@ inline void tma_store(const TensorMap& map, unsigned tile, int d, int head, int 
 // the mbarrier. Both addresses and `bytes` are multiples of 16.
 inline void bulk_load(unsigned target, const void* source, int bytes, unsigned barrier) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            target),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1], %2, [%3];" ::"r"(target),
         "l"(source), "r"(bytes), "r"(barrier)
         : "memory");
 }
@@ -109,8 +109,8 @@ inline void bulk_load(unsigned target, const void* source, int bytes, unsigned b
 inline void bulk_load_hint(unsigned target, const void* source, int bytes, unsigned barrier,
                            unsigned long long policy) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-        "[%3], %4;" ::"r"(target),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(target),
         "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
@@ -151,8 +151,8 @@ inline void sync_cluster() {
                      : "memory");
 }
 
-// Arrives at block `rank`'s mbarrier of the same address. A
-// relaxed arrival: it publishes none of this thread's writes.
+// Arrives at block `rank`'s mbarrier of the same address. Its release
+// has CTA scope: block `rank` must not rely on any write of this thread.
 inline void arrive_remote(unsigned barrier, int rank) {
     asm volatile(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
