@@ -21,7 +21,7 @@ MIN_AMAX = np.float32(2.0**-100)
 
 
 def fp8(
-    out: Array, transposed: Array, scale: Array, most: Array | None, inp: Array, *, measure: bool
+    out: Array, transposed: Array, scale: Array, amax: Array | None, inp: Array, *, measure: bool
 ) -> None:
     """out = inp / scale, rounded to nearest, ties to even, saturating. NaN and infinity become NaN.
 
@@ -29,7 +29,7 @@ def fp8(
         out:        (rows, columns) uint8, overwritten.
         transposed: (columns, at least rows) uint8, overwritten; zeros beyond the rows.
         scale:      () fp32, read, or overwritten with measure.
-        most:       () int32, the bits of an fp32 number: the largest magnitude so far. Raised to
+        amax:       () int32, the bits of an fp32 number: the largest magnitude so far. Raised to
                     that of inp. Or None.
         inp:        (rows, columns), values of bf16.
         measure:    True: current scaling, the scale comes from inp's largest magnitude. False: delayed
@@ -37,12 +37,12 @@ def fp8(
             and all products with it NaN.
     """
     inp_fp32 = inp.astype(np.float32)
-    amax = np.abs(inp_fp32).max()
+    largest = np.abs(inp_fp32).max()
     if measure:
-        scale[...] = _scale(amax)
-    if most is not None:
+        scale[...] = _scale(largest)
+    if amax is not None:
         # The bits of non-negative floats have the order of the floats, with NaN above all.
-        most[...] = max(most, amax.view(np.int32))
+        amax[...] = max(amax, largest.view(np.int32))
     # inp - inp is 0, or NaN if inp is not finite.
     code = _encode(inp_fp32 * (np.float32(1) / np.float32(scale)) + (inp_fp32 - inp_fp32))
     out[...] = code
@@ -50,7 +50,7 @@ def fp8(
     transposed[:, : len(inp)] = code.T
 
 
-def fp8_rescale(scales: Array, most: Array, norm: Array) -> None:
+def fp8_rescale(scales: Array, amax: Array, norm: Array) -> None:
     """Delayed scaling: this update's largest magnitudes give the scales of the next update's casts.
 
     If the gradient norm is not finite, the update is skipped, and both arrays stay.
@@ -59,18 +59,18 @@ def fp8_rescale(scales: Array, most: Array, norm: Array) -> None:
         scales: (matmuls, 3, 4) fp32: the scales of weight, input and gradient. Each is the first of four
             elements, since cuBLASLt needs 16-byte alignment. Those of input and gradient are overwritten if
             their magnitude is not 0.
-        most:   (matmuls, 2) int32: the largest magnitudes of input and gradient, reset to zero.
+        amax:   (matmuls, 2) int32: the largest magnitudes of input and gradient, reset to zero.
         norm:   () fp64, the gradient norm.
     """
     if not np.isfinite(norm):
         return
-    recorded = most > 0
-    scales[:, 1:, 0][recorded] = _scale(most.view(np.float32)[recorded])
-    most[...] = 0
+    recorded = amax > 0
+    scales[:, 1:, 0][recorded] = _scale(amax.view(np.float32)[recorded])
+    amax[...] = 0
 
 
-def _scale(amax: Any) -> Any:
-    return np.maximum(amax, MIN_AMAX) / AMAX_TARGET  # NaN stays NaN
+def _scale(largest: Any) -> Any:
+    return np.maximum(largest, MIN_AMAX) / AMAX_TARGET  # NaN stays NaN
 
 
 def _encode(values: Array) -> Array:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kernels.cpu.fp8 import LARGEST, MANTISSA, TOP, fp8, fp8_rescale
+from kernels.cpu.fp8 import AMAX_TARGET, LARGEST, MANTISSA_BITS, fp8, fp8_rescale
 from tests.compare import Array, from_fp8
 
 ONE = np.ones((), np.float32)
@@ -52,13 +52,13 @@ def test_scale_and_transposed() -> None:
         np.full((), np.nan, np.float32),
     )
     fp8(out, transposed, scale, None, inp, measure=True)
-    assert scale == np.float32(7) / TOP
+    assert scale == np.float32(7) / AMAX_TARGET
     assert np.array_equal(transposed[:, :5], out.T)
     assert not transposed[:, 5:].any()
-    assert from_fp8(out)[2, 3] == -TOP
-    assert np.abs(from_fp8(out) * scale - inp).max() <= 7 * 2.0 ** -(MANTISSA + 1)
+    assert from_fp8(out)[2, 3] == -AMAX_TARGET
+    assert np.abs(from_fp8(out) * scale - inp).max() <= 7 * 2.0 ** -(MANTISSA_BITS + 1)
     fp8(out, transposed, scale, None, inp / 2, measure=False)
-    assert np.abs(from_fp8(out)).max() == TOP / 2
+    assert np.abs(from_fp8(out)).max() == AMAX_TARGET / 2
 
 
 # A magnitude that a smaller one takes the place of, that outlives its update or makes another factor's scale; zeros' scale; an
@@ -84,7 +84,10 @@ def test_scales_of_the_next_update() -> None:
     assert (scales == 5).all()
     assert np.array_equal(most, before)
     fp8_rescale(scales, most, np.array(1.0))
-    assert scales[:, :, 0].tolist() == [[5, np.float32(6) / TOP, 5], [5, 5, np.float32(112) / TOP]]
+    assert scales[:, :, 0].tolist() == [
+        [5, np.float32(6) / AMAX_TARGET, 5],
+        [5, 5, np.float32(112) / AMAX_TARGET],
+    ]
     assert not most.any()
 
 

@@ -35,7 +35,7 @@ _DELTA = Kernel(
 )
 _DELTA_BLOCK, _DELTA_LANES = 256, 8  # the block is not tuned
 
-# T, HEAD_DIM, ROW_TILES, and backward UNIT, KEPT: the largest without spills; not tuned.
+# T, HEAD_DIM, ROW_TILES, and backward SUBTILE, IN_REGISTERS: the largest without spills; not tuned.
 _FORWARD = (
     (BF16, 32, 2), (BF16, 64, 2), (BF16, 96, 2), (BF16, 128, 2),
     (FLOAT, 32, 2), (FLOAT, 64, 2), (FLOAT, 96, 1), (FLOAT, 128, 1),
@@ -65,7 +65,7 @@ _HOPPER_BACKWARD = Kernel(
 _HOPPER_CONSTANTS = {
     head_dim: constants("attention/attention_hopper_backward.cu", HEAD_DIM=head_dim) for head_dim in _HOPPER
 }
-_HOPPER_ROWS = _HOPPER_CONSTANTS[64]["KEYS"]  # also the query rows of a forward work item
+_HOPPER_ROWS = _HOPPER_CONSTANTS[64]["KEY_TILE"]  # also the query rows of a forward work item
 _HOPPER_BLOCK = 3 * _HOPPER_CONSTANTS[64]["WARPGROUP"]
 _HOPPER_BARRIERS = 256  # bytes, enough for the mbarriers and the queue of work items
 _HOPPER_L2_BYTES = 16 * 2**20  # of keys and values in use at a time; 8 and 32 MiB were no faster
@@ -168,7 +168,7 @@ def _scratch(
     delta = (batch, heads, length), FLOAT
     if which != "hopper":
         return (delta,)
-    query_tiles = -(-length // _HOPPER_CONSTANTS[head_dim]["QUERIES"])
+    query_tiles = -(-length // _HOPPER_CONSTANTS[head_dim]["QUERY_TILE"])
     halves = batch, heads, query_tiles, 2  # one half of a query tile per consumer warpgroup
     dq_sum = (*halves, 64 * 64), FLOAT
     counters = (1 + math.prod(halves),), np.int32
@@ -177,7 +177,7 @@ def _scratch(
 
 
 def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, start: Array) -> None:
-    """Blocks that stay, one a multiprocessor: queries of two items, results of one, and STAGES of keys and of values."""
+    """Persistent blocks, one per SM. Shared memory: q of two work tiles, out of one, and STAGES tiles of k and v."""
     batch, length, heads, head_dim = out.shape
     sizes, tile_bytes = _sizes(out, qkv), _HOPPER_ROWS * head_dim * BF16.itemsize
     pairs, one = batch * heads, 2 * length * head_dim * BF16.itemsize  # one head's keys and values
@@ -193,12 +193,12 @@ def _launch_hopper_forward(device: Device, out: Array, lse: Array, qkv: Array, s
 def _launch_hopper_backward(
     device: Device, given: dict[str, Any], dbias: Array | None, dq_sum: Array, counts: Array, partial: Array
 ) -> None:
-    """Blocks that stay: a tile of keys and of values, two stages of queries and gradients, two of ds, dq's parts, new and old."""
+    """Persistent blocks. Shared memory: a tile of k and v, two of q, dout and ds, and dq's contributions and sums."""
     batch, length, _, head_dim = given["dout"].shape
     sizes = _sizes(given["dout"], given["qkv"])
     bytes_of = _HOPPER_CONSTANTS[head_dim]
-    tiles = 2 * bytes_of["KEY_BYTES"] + 4 * bytes_of["QUERY_BYTES"] + 2 * bytes_of["DS_BYTES"]
-    rows = 2 * (2 * FLOAT.itemsize + 1) * bytes_of["QUERIES"]  # lse, delta and a mask byte, in two stages
+    tiles = 2 * bytes_of["K_BYTES"] + 4 * bytes_of["Q_BYTES"] + 2 * bytes_of["DS_BYTES"]
+    rows = 2 * (2 * FLOAT.itemsize + 1) * bytes_of["QUERY_TILE"]  # lse, delta and a mask byte, in two stages
     shared = tiles + 4 * bytes_of["DQ_BYTES"] + rows + _HOPPER_BARRIERS
     device.fill_zero(counts)
     maps = {f"{name}_map": device.heads_map(given[name]) for name in ("dqkv", "dout", "qkv")}
@@ -206,7 +206,7 @@ def _launch_hopper_backward(
     items = -(-length // _HOPPER_ROWS) * sizes["kv_heads"] * batch
     device.launch(
         _HOPPER_BACKWARD, (head_dim,), min(device.sm_count, items), _HOPPER_BLOCK, shared_bytes=shared, dq_sum=dq_sum,
-        taken=counts[:1], turns=counts[1:], partial=None if dbias is None else partial, batch=batch,
+        tile_counter=counts[:1], dq_semaphore=counts[1:], partial=None if dbias is None else partial, batch=batch,
         ordered=device.deterministic, **maps, **arrays, **sizes,
     )  # fmt: skip
     if dbias is not None:
@@ -261,9 +261,9 @@ def _launch_mma(
     rows, tiles = 64 * cast(int, template[2]), _MMA_TILES[kernel]
     sizes = constants(kernel.source, T=qkv.dtype.itemsize, HEAD_DIM=head_dim)
     stages = 2 if kernel is _MMA_FORWARD else sizes["BACKWARD_STAGES"]
-    columns = sizes["COLUMNS"]
+    streamed = sizes["STREAMED_ROWS"]
     shared = (
-        sizes["STRIDE"] * (tiles.owned * rows + 2 * stages * columns) + stages * columns * tiles.row_words
+        sizes["STRIDE"] * (tiles.owned * rows + 2 * stages * streamed) + stages * streamed * tiles.row_words
     )
     device.launch(
         kernel, template, (-(-length // rows), heads, batch), _BLOCK, shared_bytes=shared, **given, **_sizes(out, qkv)

@@ -1,287 +1,281 @@
-// Causal grouped-query attention for Hopper (sm_90a): wgmma products of tiles that the copy engine brings. bf16, head dims 64
-// and 128.
-//
-// The mathematics, the layout of the arrays and what is saved are attention_scalar.cu's:
+// Causal grouped-query attention for Hopper (sm_90a): wgmma
+// on tiles loaded by TMA. bf16, head dims 64 and 128.
 //
 //     s[t, j] = q[t] . k[j] / sqrt(D)  for start[b, t] <= j <= t        lse[t] = log sum_j exp(s[t, j])
 //     out[t]  = sum_j exp(s[t, j] - lse[t]) v[j]
 //
-// Work: a block stays on its multiprocessor and takes item after item: QUERIES queries of one head. Two warpgroups own 64 of
-//       them each, with their sums in registers. One thread of a third takes items and starts copies: queries of two items,
-//       keys and values in tiles of KEYS rows, STAGES tiles ahead and on into the next item.
-// Overlap: a warpgroup issues the scores of the next tile, be it the next item's, before the weighted values of this one, and
-//       makes exponentials while those run. So neither an item's first copies nor its results leave the tensor cores idle.
-// Turns: at D = 64 the exponentials of a tile take as long as its products, by units that can work at once. So the warpgroups
-//       take turns at their exponentials: one's run beside the other's products, which it issues when its turn is over, and
-//       exponentials and products of the two interleave. Products need no turns, they queue. What is neither, largest scores,
-//       rescaling and rounding, is outside of the turn, beside the other's exponentials.
-// Waiting: ptxas moves a wait for products up to the last branch before it. The wait for the tile's values, which has to be
-//       somewhere, is that branch: most exponentials are made while the weighted values run, the rest when they are there.
-// Order: items with most keys first, a section of heads after another whose keys and values together stay in the L2, to blocks
-//       as they become free, so that they end together. Keys from the diagonal down, see attention_mma.cu.
-// Skipped: tiles that no query of the item sees; only tiles on a border are masked element by element. Rows past the end of a
-//       sequence are copied as zeros and not stored: tiles never reach into the next sequence.
-// Precision: products of bf16 with fp32 sums; softmax and lse fp32; p is rounded to bf16 as a factor, out as it is stored. exp
-//       is 2^x with log2(e) / sqrt(D) folded into the scale.
-// Determinism: every sum has a fixed order; the atomics decide which block does what, not what is done.
-// Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), sections 3.1 and 3.2.
-//
-// What else was timed: kernels/NOTES.md, 2026-11-30. Numbers of rows and registers: not tuned.
+// Layout: see attention_scalar.cu, which also says what is saved.
+// Block: persistent. A work tile is QUERY_TILE queries of one head. The inner loop covers the key tiles that
+//     they attend to, from the diagonal down. A work tile's first S and last PV overlap its neighbours'.
+// Consumers (warpgroups 0 and 1): 64 queries each, output accumulators in registers. Ping-pong scheduling:
+//     named barriers let one warpgroup's exponentials overlap the other's matmuls. A warpgroup issues the
+//     next tile's S = Q K^T, be it the next work tile's, before this tile's PV.
+// Producer (thread 0 of warpgroup 2): fetches work tiles, loads q of the next work tile, and k and v up to
+//     STAGES tiles ahead.
+// Schedule: an atomic counter issues the longest work tiles first, one section of heads at a time. The K and
+//     V of a section fit in L2.
+// Masking: key tiles that no query attends to are skipped. Only tiles on a border are masked element by
+//     element. TMA reads rows past the end of a sequence as zeros and does not store them.
+// Precision: bf16 operands, fp32 accumulators; softmax and lse in fp32. p is rounded to bf16 as an operand,
+//     out once. exp is 2^x with log2(e) / sqrt(D) folded into the scale.
+// Determinism: every sum has a fixed order. The atomics decide which block computes a tile, not what.
+// Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), sections 3.1 and 3.2. The design and what
+//     else was timed: docs/kernels/attention.md. Tile sizes and register counts: not tuned.
 
 #include "attention_hopper_forward.cuh"
 
-constexpr int EARLY = KEYS / 2 * 3 / 4;  // exponentials, of a thread's KEYS / 2 of a tile, before the wait: NOTES.md, as above
-constexpr int TURNS = 1, OWN = TURNS + GROUPS;  // hardware barriers, each warpgroup's
+// Of a thread's KEY_TILE / 2 exponentials of a tile, those computed before PV is waited
+// for. At D = 64, 48 are 1 to 3 % faster than 32 (kernels/NOTES.md, 2026-11-30).
+constexpr int EARLY_EXPONENTIALS = KEY_TILE / 2 * 3 / 4;
+// Named barriers, one per warpgroup each: may compute its exponentials; its own threads.
+constexpr int SOFTMAX_BARRIER = 1, WARPGROUP_BARRIER = SOFTMAX_BARRIER + CONSUMERS;
 constexpr float LN_2 = 0.6931471805599453f;
-static_assert(GROUPS == 2, "two take turns");
+static_assert(CONSUMERS == 2, "ping-pong is between two warpgroups");
 
-// Queries by keys: the scores of keys that a query does not see become -inf. `query` is the lane's first row; begin: the starts
-// of its two. The own key of every row is in the first tile, so the largest score is finite from then on.
-inline void hide_unseen(float (&s)[KEYS / 2], int query, int key_first, const int (&begin)[2]) {
-    const int lane_key = key_first + threadIdx.x % 4 * 2;
-    // The lane's keys of a row, two of each 8, as bits: fewer instructions than two comparisons each. Here those below
-    // lane_key + key.
-    const auto before = [](int key) {
+// Causal and document mask of S (queries x keys): masked scores become -inf. `row`:
+// the lane's first query; doc_begin: start of its two. Each query attends to itself,
+// and its own key is in the first key tile. So the row maximum is finite from then on.
+inline void apply_mask(float (&s)[KEY_TILE / 2], int row, int first_key, const int (&doc_begin)[2]) {
+    const int lane_key = first_key + threadIdx.x % 4 * 2;
+    // Masks use one bit per accumulator column of the lane, 2 of every 8 keys. This takes fewer instructions
+    // than two comparisons per score. bits_below(key) sets the bits of the keys below lane_key + key.
+    const auto bits_below = [](int key) {
         const int bits = key / 8 * 2 + min(key % 8, 2);
-        return key <= 0 ? 0u : bits >= KEYS / 4 ? ~0u : (1u << bits) - 1;
+        return key <= 0 ? 0u : bits >= KEY_TILE / 4 ? ~0u : (1u << bits) - 1;
     };
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int lowest = begin[half] - lane_key, highest = query + 8 * half - lane_key;
-        const unsigned seen = before(highest + 1) & ~before(lowest);
+        const int lowest = doc_begin[half] - lane_key, highest = row + 8 * half - lane_key;
+        const unsigned attended = bits_below(highest + 1) & ~bits_below(lowest);
 #pragma unroll
-        for (int i = 2 * half; i < KEYS / 2; i += 4)
+        for (int i = 2 * half; i < KEY_TILE / 2; i += 4)
 #pragma unroll
             for (int odd = 0; odd < 2; odd++)
-                if (!(seen >> (i / 4 * 2 + odd) & 1)) s[i + odd] = minus_infinity();
+                if (!(attended >> (i / 4 * 2 + odd) & 1)) s[i + odd] = minus_infinity();
     }
 }
 
-// Take the largest scores of the tile's rows into account: `shift`, in powers of 2, is what is subtracted from all scores;
-// `kept` is what sums so far are worth now.
-inline void raise(const float (&s)[KEYS / 2], float (&shift)[2], float (&total)[2], float (&kept)[2], float scale2) {
-    float raised[2];
+// Online softmax: updates the running maximum of the lane's two rows, in log2 units, and rescales their
+// running sums. `rescale` is 2^(old maximum - new maximum), the factor for the output accumulators.
+inline void update_row_max(const float (&s)[KEY_TILE / 2], float (&row_max)[2], float (&row_sum)[2],
+                           float (&rescale)[2], float scale2) {
+    float new_max[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float largest = fmaxf(s[2 * half], s[2 * half + 1]);
+        float tile_max = fmaxf(s[2 * half], s[2 * half + 1]);
 #pragma unroll
-        for (int i = 2 * half + 4; i < KEYS / 2; i += 4) largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
-        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));  // a row is spread over 4 lanes, and a warp is never
-        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));  // divided here
-        raised[half] = fmaxf(shift[half], largest * scale2);
+        for (int i = 2 * half + 4; i < KEY_TILE / 2; i += 4)
+            tile_max = fmaxf(tile_max, fmaxf(s[i], s[i + 1]));
+        // A row is spread over 4 lanes. The warp is converged here.
+        tile_max = fmaxf(tile_max, __shfl_xor_sync(ALL_LANES, tile_max, 1));
+        tile_max = fmaxf(tile_max, __shfl_xor_sync(ALL_LANES, tile_max, 2));
+        new_max[half] = fmaxf(row_max[half], tile_max * scale2);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        kept[half] = exp2_approx(shift[half] - raised[half]);
-        shift[half] = raised[half];
-        total[half] *= kept[half];
+        rescale[half] = exp2_approx(row_max[half] - new_max[half]);
+        row_max[half] = new_max[half];
+        row_sum[half] *= rescale[half];
     }
 }
 
-// Scores BEGIN .. END - 1 to their exponentials, and to the rows' totals.
+// Replaces scores BEGIN .. END - 1 by their exponentials, and adds these to the rows' sums.
 template <int BEGIN, int END>
-void exponentials(float (&s)[KEYS / 2], const float (&shift)[2], float (&total)[2], float scale2) {
+void exponentials(float (&s)[KEY_TILE / 2], const float (&row_max)[2], float (&row_sum)[2], float scale2) {
 #pragma unroll
     for (int i = BEGIN; i < END; i++) {
-        s[i] = exp2_approx(s[i] * scale2 - shift[i / 2 % 2]);
-        total[i / 2 % 2] += s[i];
+        s[i] = exp2_approx(s[i] * scale2 - row_max[i / 2 % 2]);
+        row_sum[i / 2 % 2] += s[i];
     }
 }
 
-// Start s = queries times keys, or sum += p values; the tiles are descriptors.
+// Issues S = Q K^T of a warpgroup's q and a tile of k.
 template <int HEAD_DIM>
-void multiply_keys(float (&s)[KEYS / 2], unsigned long long queries, unsigned long long keys) {
+void gemm_qk(float (&s)[KEY_TILE / 2], unsigned long long q_desc, unsigned long long k_desc) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++)
-        wgmma_ss(s, advance(queries, k / 4 * GROUP_ROWS * TILE_ROW_BYTES + k % 4 * 32),
-                       advance(keys, k / 4 * KEYS * TILE_ROW_BYTES + k % 4 * 32), k > 0);
+        wgmma_ss(s, advance(q_desc, k / 4 * WARPGROUP_ROWS * TILE_ROW_BYTES + k % 4 * 32),
+                 advance(k_desc, k / 4 * KEY_TILE * TILE_ROW_BYTES + k % 4 * 32), k > 0);
     wgmma_commit();
 }
 
-template <int PARTS>
-void add_weighted(float (&sum)[PARTS][32], const unsigned (&p)[KEYS / 16][4], unsigned long long values) {
+// Issues acc += P V, P in registers.
+template <int D_TILES>
+void gemm_pv(float (&acc)[D_TILES][32], const unsigned (&p_frag)[KEY_TILE / 16][4],
+             unsigned long long v_desc) {
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; k++)
+    for (int k = 0; k < KEY_TILE / 16; k++)
 #pragma unroll
-        for (int i = 0; i < PARTS; i++)
-            wgmma_rs(sum[i], p[k], advance(values, i * KEYS * TILE_ROW_BYTES + k * 16 * TILE_ROW_BYTES));
+        for (int i = 0; i < D_TILES; i++)
+            wgmma_rs(acc[i], p_frag[k],
+                     advance(v_desc, i * KEY_TILE * TILE_ROW_BYTES + k * 16 * TILE_ROW_BYTES));
     wgmma_commit();
 }
 
-inline void round_weights(unsigned (&p)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
+inline void round_probs(unsigned (&p_frag)[KEY_TILE / 16][4], const float (&s)[KEY_TILE / 2]) {
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; k++) round_fragment(p[k], s, k);
+    for (int k = 0; k < KEY_TILE / 16; k++) round_fragment(p_frag[k], s, k);
 }
 
-template <int PARTS>
-void clear(float (&sum)[PARTS][32]) {
+template <int D_TILES>
+void clear(float (&acc)[D_TILES][32]) {
 #pragma unroll
-    for (int i = 0; i < PARTS; i++)
+    for (int i = 0; i < D_TILES; i++)
 #pragma unroll
-        for (int e = 0; e < 32; e++) sum[i][e] = 0;
+        for (int e = 0; e < 32; e++) acc[i][e] = 0;
 }
 
-template <int PARTS>
-void scale_rows(float (&sum)[PARTS][32], const float (&factor)[2]) {
+template <int D_TILES>
+void scale_rows(float (&acc)[D_TILES][32], const float (&factor)[2]) {
 #pragma unroll
-    for (int i = 0; i < PARTS; i++)
+    for (int i = 0; i < D_TILES; i++)
 #pragma unroll
-        for (int e = 0; e < 32; e++) sum[i][e] *= factor[e / 2 % 2];
+        for (int e = 0; e < 32; e++) acc[i][e] *= factor[e / 2 % 2];
 }
 
-// What a thread keeps of its warpgroup's part of an item: rows first .., of which `query` and the eighth after it are its own.
-struct Part {
-    Item item;
-    int first, query;
-    int begin[2], latest_begin;  // starts of its rows, and of the warpgroup's last
-    int tile;                    // of keys: that whose scores are next
-    unsigned long long queries;  // the tile's descriptor
-    float shift[2], total[2];    // of its rows, see raise; totals of its own columns
-
-    void take(const Item& item, int group, unsigned long long queries, const int* start, int length) {
-        this->item = item;
-        this->queries = queries;
-        first = item.first + group * GROUP_ROWS;
-        query = first + threadIdx.x % WARPGROUP / WARP * 16 + threadIdx.x % WARP / 4;
-        const int* starts = start + (long long)item.b * length;
-        begin[0] = starts[min(query, length - 1)];
-        begin[1] = starts[min(query + 8, length - 1)];
-        latest_begin = starts[min(first + GROUP_ROWS, length) - 1];
-        tile = item.highest(length);
-        shift[0] = shift[1] = minus_infinity();
-        total[0] = total[1] = 0;
-    }
-
-    // Whether some row does not see some key of the tile.
-    bool on_border() const { return tile * KEYS + KEYS - 1 > first || tile * KEYS < latest_begin; }
-};
-
-// A warpgroup's results of an item: sums by their totals, through its own tile, and lse.
-template <int PARTS>
-void store_results(float (&sum)[PARTS][32], const Part& part, const TensorMap& out_map, unsigned own_out, int group, float* lse,
-                   int length, int heads) {
+// Warpgroup: normalises its accumulators and stores them by
+// TMA, through its own tile of shared memory; stores lse.
+template <int D_TILES>
+void store_out(float (&acc)[D_TILES][32], const TileState& tile, const TensorMap& out_map, unsigned out_tile,
+               int warpgroup, float* lse, int length, int heads) {
     if (threadIdx.x % WARPGROUP == 0) bulk_wait_read();
-    float share[2];
+    float inverse_sum[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int query = part.query + 8 * half;
-        float total = part.total[half];
-        total += __shfl_xor_sync(ALL_LANES, total, 1);  // the row's 4 lanes, as in raise
-        total += __shfl_xor_sync(ALL_LANES, total, 2);
+        const int query = tile.row + 8 * half;
+        float sum = tile.row_sum[half];
+        sum += __shfl_xor_sync(ALL_LANES, sum, 1);  // over the row's 4 lanes, as in update_row_max
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
         if (threadIdx.x % 4 == 0 && query < length) {
-            const long long row = (long long)part.item.b * heads + part.item.head;
-            lse[row * length + query] = (part.shift[half] + __log2f(total)) * LN_2;
+            const long long row = (long long)tile.work.b * heads + tile.work.head;
+            lse[row * length + query] = (tile.row_max[half] + __log2f(sum)) * LN_2;
         }
-        share[half] = __fdividef(1.0f, total);
+        inverse_sum[half] = __fdividef(1.0f, sum);
     }
-    named_barrier_sync(OWN + group, WARPGROUP);  // the last item's results have left own_out
-    scale_rows(sum, share);
+    // Separates the previous TMA store's reads of out_tile,
+    // which thread 0 has waited for, from the writes below.
+    named_barrier_sync(WARPGROUP_BARRIER + warpgroup, WARPGROUP);
+    scale_rows(acc, inverse_sum);
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) store_sum(own_out + i * GROUP_ROWS * TILE_ROW_BYTES, sum[i]);
+    for (int i = 0; i < D_TILES; i++)
+        store_accumulator(out_tile + i * WARPGROUP_ROWS * TILE_ROW_BYTES, acc[i]);
     fence_async_proxy();
-    named_barrier_sync(OWN + group, WARPGROUP);  // the results, written above by all, are copied by one
-    if (threadIdx.x % WARPGROUP == 0) store_rows<PARTS * 64>(out_map, own_out, part.item.head, part.first, part.item.b);
+    // Separates all threads' writes from the TMA store of one thread.
+    named_barrier_sync(WARPGROUP_BARRIER + warpgroup, WARPGROUP);
+    if (threadIdx.x % WARPGROUP == 0)
+        tma_store_rows<D_TILES * 64>(out_map, out_tile, tile.work.head, tile.first_row, tile.work.b);
 }
 
-// A warpgroup: its 64 queries of each item.
+// Consumer warpgroup: its 64 queries of each work tile.
 template <int HEAD_DIM, int STAGES>
-void attend(const Layout<HEAD_DIM, STAGES>& at, const TensorMap& out_map, float* lse, const int* start, int length, int heads,
-            float scale) {
-    constexpr int PARTS = HEAD_DIM / 64;
-    const int group = threadIdx.x / WARPGROUP, lane = threadIdx.x % WARP;
-    const int my_turn = TURNS + group, other_turn = TURNS + 1 - group;
-    const unsigned own_out = at.outs + group * at.OWN_BYTES;
-    const unsigned long long all_keys = tile_descriptor(at.keys), all_values = tile_descriptor(at.values);
+void consumer(const SmemLayout<HEAD_DIM, STAGES>& smem, const TensorMap& out_map, float* lse,
+              const int* start, int length, int heads, float scale) {
+    constexpr int D_TILES = HEAD_DIM / 64;
+    const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % WARP;
+    const int own_turn = SOFTMAX_BARRIER + warpgroup, other_turn = SOFTMAX_BARRIER + 1 - warpgroup;
+    const unsigned out_tile = smem.out + warpgroup * smem.WARPGROUP_BYTES;
+    const unsigned long long k_desc = tile_descriptor(smem.k), v_desc = tile_descriptor(smem.v);
     const float scale2 = scale * LOG2_E;
-    float s[KEYS / 2] = {}, kept[2], sum[PARTS][32] = {};
-    unsigned p[KEYS / 16][4];
-    unsigned round = 0, step = 0, before;  // number of the item; of the tiles of keys that s and p are of
-    Part part;
-    const auto take_part = [&] {
-        wait(at.query_full[round % 2], round / 2 % 2);
-        const Item item = at.items[round % 2];
-        if (item.first < 0) return false;
-        part.take(item, group, tile_descriptor(at.queries + (round % 2 * GROUPS + group) * at.OWN_BYTES), start, length);
+    float s[KEY_TILE / 2] = {}, rescale[2], acc[D_TILES][32] = {};
+    unsigned p_frag[KEY_TILE / 16][4];
+    // step and prev_step count key tiles of all work tiles: those of s, and of p_frag.
+    unsigned tile_iter = 0, step = 0, prev_step;
+    TileState tile;
+    const auto next_work_tile = [&] {
+        wait(smem.q_full[tile_iter % 2], tile_iter / 2 % 2);
+        const WorkTile work = smem.work_tiles[tile_iter % 2];
+        if (work.first_query < 0) return false;
+        const unsigned q = smem.q + (tile_iter % 2 * CONSUMERS + warpgroup) * smem.WARPGROUP_BYTES;
+        tile.init(work, warpgroup, tile_descriptor(q), start, length);
         return true;
     };
-    const auto start_scores = [&] {
-        wait(at.key_full[step % STAGES], step / STAGES % 2);
+    const auto issue_qk = [&] {
+        wait(smem.k_full[step % STAGES], step / STAGES % 2);
         wgmma_fence();
-        multiply_keys<HEAD_DIM>(s, part.queries, advance(all_keys, step % STAGES * at.TILE_BYTES));
+        gemm_qk<HEAD_DIM>(s, tile.q_desc, advance(k_desc, step % STAGES * smem.TILE_BYTES));
     };
-    const auto start_values = [&] { add_weighted(sum, p, advance(all_values, before % STAGES * at.TILE_BYTES)); };
-    const auto finish_values = [&] {
+    const auto issue_pv = [&] {
+        gemm_pv(acc, p_frag, advance(v_desc, prev_step % STAGES * smem.TILE_BYTES));
+    };
+    const auto wait_pv = [&] {
         wgmma_wait<0>();
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) warpgroup_fence_operand(sum[i]);
-        if (lane == 0) arrive(at.value_empty[before % STAGES]);
+        for (int i = 0; i < D_TILES; i++) warpgroup_fence_operand(acc[i]);
+        if (lane == 0) arrive(smem.v_empty[prev_step % STAGES]);
     };
-    // The scores are there: to exponentials. `finish`: what is still under way.
-    const auto weigh = [&](auto finish) {
+    // S is complete: computes the exponentials. `wait_pending`: waits for the PV in flight, if
+    // there is one. Row maximum, rescaling and rounding stay outside of the ordered section.
+    const auto softmax_step = [&](auto wait_pending) {
         warpgroup_fence_operand(s);
-        if (lane == 0) arrive(at.key_empty[step % STAGES]);
-        if (part.on_border()) hide_unseen(s, part.query, part.tile * KEYS, part.begin);
-        raise(s, part.shift, part.total, kept, scale2);
-        named_barrier_sync(my_turn, GROUPS * WARPGROUP);  // the other group has made its exponentials
-        exponentials<0, EARLY>(s, part.shift, part.total, scale2);
-        wait(at.value_full[step % STAGES], step / STAGES % 2);
-        finish();
-        exponentials<EARLY, KEYS / 2>(s, part.shift, part.total, scale2);
-        named_barrier_arrive(other_turn, GROUPS * WARPGROUP);
+        if (lane == 0) arrive(smem.k_empty[step % STAGES]);
+        if (tile.needs_mask()) apply_mask(s, tile.row, tile.key_tile * KEY_TILE, tile.doc_begin);
+        update_row_max(s, tile.row_max, tile.row_sum, rescale, scale2);
+        // Separates the other warpgroup's exponentials from this one's.
+        named_barrier_sync(own_turn, CONSUMERS * WARPGROUP);
+        exponentials<0, EARLY_EXPONENTIALS>(s, tile.row_max, tile.row_sum, scale2);
+        // ptxas hoists the wgmma wait to the last branch before it. This spin loop
+        // is that branch: the early exponentials overlap PV, the others follow it.
+        wait(smem.v_full[step % STAGES], step / STAGES % 2);
+        wait_pending();
+        exponentials<EARLY_EXPONENTIALS, KEY_TILE / 2>(s, tile.row_max, tile.row_sum, scale2);
+        named_barrier_arrive(other_turn, CONSUMERS * WARPGROUP);
     };
 
-    if (group == 1) named_barrier_arrive(other_turn, GROUPS * WARPGROUP);  // the first turn is group 0's
-    if (!take_part()) return;
-    start_scores();
+    if (warpgroup == 1) named_barrier_arrive(other_turn, CONSUMERS * WARPGROUP);  // warpgroup 0 goes first
+    if (!next_work_tile()) return;
+    issue_qk();
     wgmma_wait<0>();
-    weigh([] {});
-    round_weights(p, s);
+    softmax_step([] {});
+    round_probs(p_frag, s);
     for (;;) {
-        before = step++;
-        for (part.tile--; part.tile >= part.item.lowest; part.tile--) {
-            start_scores();
-            start_values();
-            wgmma_wait<1>();
-            weigh(finish_values);
-            scale_rows(sum, kept);
-            round_weights(p, s);
-            before = step++;
+        prev_step = step++;
+        for (tile.key_tile--; tile.key_tile >= tile.work.last_key_tile; tile.key_tile--) {
+            issue_qk();
+            issue_pv();
+            wgmma_wait<1>();  // S is complete; PV may be in flight
+            softmax_step(wait_pv);
+            scale_rows(acc, rescale);
+            round_probs(p_frag, s);
+            prev_step = step++;
         }
-        if (lane == 0) arrive(at.query_empty[round % 2]);
-        round++;
-        const Part done = part;
-        if (!take_part()) break;
-        start_scores();
-        start_values();
+        if (lane == 0) arrive(smem.q_empty[tile_iter % 2]);
+        tile_iter++;
+        const TileState finished = tile;
+        if (!next_work_tile()) break;
+        issue_qk();
+        issue_pv();
         wgmma_wait<1>();
-        weigh(finish_values);
-        store_results(sum, done, out_map, own_out, group, lse, length, heads);
-        clear(sum);
-        round_weights(p, s);
+        softmax_step(wait_pv);
+        store_out(acc, finished, out_map, out_tile, warpgroup, lse, length, heads);
+        clear(acc);
+        round_probs(p_frag, s);
     }
     wgmma_fence();
-    start_values();
-    finish_values();
-    store_results(sum, part, out_map, own_out, group, lse, length, heads);
+    issue_pv();
+    wait_pv();
+    store_out(acc, tile, out_map, out_tile, warpgroup, lse, length, heads);
 }
 
-// Grid: a block a multiprocessor, at most one an item. counts: items taken, and blocks done; zero between launches. `section`:
-// heads, of all sequences', taken together.
+// Grid: one block per SM, at most one per work tile. counts = {tile counter, finished blocks};
+// both are zero between launches. `section`: (batch, head) pairs per scheduling section.
 template <int HEAD_DIM, int STAGES>
-__global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
-    attention_forward(const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap qkv_map, float* lse,
-                      const int* start, int* counts, int batch, int length, int heads, int kv_heads, int section, float scale) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    const Layout<HEAD_DIM, STAGES> at(memory);
-    if (threadIdx.x == 0) at.init();
-    __syncthreads();  // the barriers are ready
-    if (threadIdx.x >= GROUPS * WARPGROUP) {
+__global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+    attention_forward(const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap qkv_map,
+                      float* lse, const int* start, int* counts, int batch, int length, int heads,
+                      int kv_heads, int section, float scale) {
+    extern __shared__ __align__(1024) unsigned char smem_base[];
+    const SmemLayout<HEAD_DIM, STAGES> smem(smem_base);
+    if (threadIdx.x == 0) smem.init();
+    __syncthreads();  // separates the initialisation of the mbarriers from their use
+    if (threadIdx.x >= CONSUMERS * WARPGROUP) {
         warpgroup_reg_dealloc<24>();
-        if (threadIdx.x == GROUPS * WARPGROUP) copy_items(at, qkv_map, start, counts, batch, length, heads, kv_heads, section);
+        if (threadIdx.x == CONSUMERS * WARPGROUP)
+            producer(smem, qkv_map, start, counts, batch, length, heads, kv_heads, section);
         return;
     }
     warpgroup_reg_alloc<240>();
-    attend(at, out_map, lse, start, length, heads, scale);
-    if (threadIdx.x < WARPGROUP) named_barrier_sync(TURNS, GROUPS * WARPGROUP);  // the other group's last arrival
-    if (threadIdx.x % WARPGROUP == 0) bulk_wait();                       // they read this block's memory
+    consumer(smem, out_map, lse, start, length, heads, scale);
+    // Takes warpgroup 1's last arrival: no named barrier may be left half full.
+    if (threadIdx.x < WARPGROUP) named_barrier_sync(SOFTMAX_BARRIER, CONSUMERS * WARPGROUP);
+    if (threadIdx.x % WARPGROUP == 0) bulk_wait();  // the last TMA stores read this block's shared memory
 }

@@ -1,287 +1,298 @@
-// Gradient of attention_hopper.cu, the probabilities computed again from lse: one kernel, five products. bf16, head dims 64 and
-// 128.
+// Backward pass of attention_hopper.cu: one kernel, five matmuls. sm_90a, bf16, head dims 64 and 128.
 //
-// The mathematics and the layout of the arrays are attention_scalar.cu's, delta comes from its attention_delta:
+//     p[t, j] = exp(s[t, j] - lse[t])        ds[t, j] = p[t, j] * (dout[t] . v[j] - delta[t]) / sqrt(D)
+//     dq[t]   = sum_j ds[t, j] k[j]          dk[j] = sum_t ds[t, j] q[t]      dv[j] = sum_t p[t, j] dout[t]
 //
-//     p[t, j]  = exp(s[t, j] - lse[t])        ds[t, j] = p[t, j] * (dout[t] . v[j] - delta[t]) / sqrt(D)
-//     dq[t] = sum_j ds[t, j] k[j]             dk[j] = sum_t ds[t, j] q[t]             dv[j] = sum_t p[t, j] dout[t]
-//
-// Work: a block stays on its multiprocessor and takes item after item: KEYS keys of one head. It walks over all query heads that
-//       share them and over the tiles of QUERIES queries that see them, upward from the diagonal. Two warpgroups own 64 of the
-//       keys each, with dk and dv in their registers. Of the third one warp takes items and copies, two tiles ahead and on into
-//       the next item, q, dout, lse, delta and start, and two pass dq on.
-// Next item: at D = 64 keys with values are as large as ds, of which there are two: the next item's are copied to the one that
-//       the last step does not use, while that runs. dk and dv leave from where the old keys and values were, and so do they at
-//       D = 128, where the next come to the same places afterwards.
-// Products: s and dout . v are computed transposed, keys by queries: so p and ds are left factors of dv and dk as they lie in
-//       the registers. Only ds goes to shared memory, where each warpgroup multiplies all KEYS of it with the keys: at D = 64
-//       for its 64 of the queries, at D = 128 for its 64 of the features. The next tile's s is computed while dq leaves.
-// dq: a tile's sum lies in `dq_sum` in fp32, each 64 x 64 part of it in the order of the threads' fragments. The blocks of keys
-//       contribute from the diagonal down, each when `turns` says that the one before it has: the diagonal's stores, so nothing
-//       is zeroed but the turns; the copy engine adds the others'; the lowest adds to what it reads, rounds, and writes dqkv.
-//       Items are taken in order, from a counter, as blockIdx promises none; those of one head go from the last keys to the
-//       first, and all start at their diagonals, so that one is a tile ahead of the next and nobody waits for long.
-// dbias: the sum of dqkv's rows, where asked for, without reading them again. An item's share of it goes to its GROUPS rows of
-//       `partial` (batch, tiles of keys, GROUPS, width of dqkv), which columns.cu adds up: each warpgroup sums its dk and dv, as
-//       they lie to be copied, and the warps that pass dq on sum what they round, over the tiles of a query head.
-// No deadlock: an item waits for items of lower numbers only. A block works on its items in order, and what it copies ahead waits
-//       for no other block. So of all items that are not done the lowest one waits for nobody, and is worked on: its block has
-//       done those before it.
-// End: all warps of a block end together, when its last copies and the last arrivals at its barriers are over, as another block's
-//       barriers may lie in the same places.
-// Skipped: tiles that no key of the item takes part in; only tiles on a border are masked element by element.
-// Registers: what is in flight at a time is chosen so that none spills. A sum in flight over the loop's end, or a branch between
-//       two groups of products, makes the compiler wait after each product ("serialized" in its log, which a test looks for).
-//       Addresses of tiles follow from warp_number, so that they are in registers that a warp has once.
-// Precision: products of bf16 with fp32 sums; exp, lse and delta fp32; p and ds are rounded to bf16 as factors, of ds p, too, and
-//       dq, dk and dv as they are stored. exp is 2^x with log2(e) folded into the scale. partial: of dk and dv as they are
-//       rounded, of dq before.
-// Determinism: every sum has a fixed order, dq's by the turns, and each element of `partial` is one item's; the counter decides
-//       which block does what, not what is done. Where not `ordered`, the blocks between a tile's first and last add to dq as
-//       they come.
-// Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), section 3 and its supplement's algorithm 3; Dao 2023,
-//       arXiv:2307.08691, algorithm 2.
-//
-// Numbers of rows, tiles, stages and registers: not tuned.
+// Layout: see attention_scalar.cu, whose attention_delta computes delta.
+// Block: persistent. A work tile is KEY_TILE keys of one KV head. The inner loop covers its query heads, and
+//     for each head the tiles of QUERY_TILE queries from the diagonal onward, in rising order.
+// Consumers (warpgroups 0 and 1): 64 keys each, dk and dv in registers. They compute S^T = K Q^T and
+//     dP^T = V dO^T. P^T and dS^T are then register A operands (wgmma RS) of dV += P^T dO and
+//     dK += dS^T Q. Only dS goes through shared memory, for dQ = dS K.
+// Producer (warp 8): fetches work tiles. Loads q, dout, lse, delta and start up to STAGES query tiles ahead.
+// dq writers (warps 9 and 10): add dq tiles to dq_sum (fp32), diagonal key tile first. The last key tile's
+//     writer rounds the sum and stores it to dqkv.
+// dbias: the consumers and the dq writers store column sums to partial (B, key tiles, CONSUMERS, width of
+//     dqkv), unless it is null. sum_rows.cu adds its rows.
+// Precision: bf16 operands, fp32 accumulators; exp2, lse and delta in fp32. p and ds are rounded to bf16 as
+//     operands; ds is computed from the rounded p. partial sums dk and dv after rounding, dq before.
+// Determinism: dq_semaphore fixes the order of dq's sums. Without `ordered` only the first and the last
+//     contribution to a dq tile keep their places. The tile counter decides who computes, not what.
+// Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), section 3 and algorithm 3 of its
+//     supplement; Dao 2023, arXiv:2307.08691, algorithm 2. The design: docs/kernels/attention.md.
+// Tile sizes, stages and register counts: not tuned.
 
-#include "attention_hopper_backward.cuh"
+#include "attention_hopper_backward_dq.cuh"
 
-// Keys by queries: the scores of keys that a query does not see become -inf. `key`: the lane's first row, and `query_first`, both
-// from the item's first key on, as `begins` counts.
+// Causal and document mask of S^T (keys x queries): masked scores become -inf. `key`: the lane's first row,
+// `first_query`: of the tile. Both, and doc_begin, count from the work tile's first key.
 template <int TILE>
-void hide_unseen(float (&s)[TILE / 2], int key, int query_first, const unsigned char* begins) {
+void apply_mask(float (&s)[TILE / 2], int key, int first_query, const unsigned char* doc_begin) {
 #pragma unroll
     for (int i = 0; i < TILE / 2; i += 4)
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
             const int column = i * 2 + threadIdx.x % 4 * 2 + odd;
-            const int lowest = begins[column] - key, highest = query_first + column - key;
+            const int lowest = doc_begin[column] - key, highest = first_query + column - key;
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 if ((8 * half < lowest) | (8 * half > highest)) s[i + 2 * half + odd] = minus_infinity();
         }
 }
 
-// Start product = rows of the warpgroup's keys or values by those of a tile of queries; `own` is a descriptor.
+// Issues acc = A B^T: the warpgroup's 64 rows of K or V by a tile of q or dout. `a_desc` describes A.
 template <int HEAD_DIM>
-void multiply_rows(float (&product)[QUERIES<HEAD_DIM> / 2], unsigned long long own, unsigned tile) {
+void gemm_scores(float (&acc)[QUERY_TILE<HEAD_DIM> / 2], unsigned long long a_desc, unsigned tile) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++)
-        wgmma_ss(product, advance(own, k / 4 * KEYS * TILE_ROW_BYTES + k % 4 * 32),
-                       advance(tile_descriptor(tile), k / 4 * QUERIES<HEAD_DIM> * TILE_ROW_BYTES + k % 4 * 32), k > 0);
+        wgmma_ss(acc, advance(a_desc, k / 4 * KEY_TILE * TILE_ROW_BYTES + k % 4 * 32),
+                 advance(tile_descriptor(tile), k / 4 * QUERY_TILE<HEAD_DIM> * TILE_ROW_BYTES + k % 4 * 32),
+                 k > 0);
     wgmma_commit();
 }
 
-// Start sum += left times a tile of queries.
-template <int PARTS, int COUNT>
-void add_weighted(float (&sum)[PARTS][32], const unsigned (&left)[COUNT][4], unsigned tile) {
+// Issues acc += A B: fragments of P^T or dS^T by a tile of dout or q.
+template <int D_TILES, int K_STEPS>
+void gemm_dkv(float (&acc)[D_TILES][32], const unsigned (&a_frag)[K_STEPS][4], unsigned tile) {
 #pragma unroll
-    for (int k = 0; k < COUNT; k++)
+    for (int k = 0; k < K_STEPS; k++)
 #pragma unroll
-        for (int i = 0; i < PARTS; i++)
-            wgmma_rs(sum[i], left[k], advance(tile_descriptor(tile), (i * COUNT + k) * 16 * TILE_ROW_BYTES));
+        for (int i = 0; i < D_TILES; i++)
+            wgmma_rs(acc[i], a_frag[k],
+                     advance(tile_descriptor(tile), (i * K_STEPS + k) * 16 * TILE_ROW_BYTES));
     wgmma_commit();
 }
 
-// Scores to probabilities, rounded as a left factor too.
-template <int COUNT>
-void weigh(float (&s)[8 * COUNT], unsigned (&left)[COUNT][4], const float* row_lse, float scale2) {
+// Issues dq = dS K. Both tiles have their rows along K, the keys.
+inline void gemm_dq(float (&dq)[32], unsigned long long ds_desc, unsigned long long k_desc) {
 #pragma unroll
-    for (int k = 0; k < COUNT; k++) {
+    for (int k = 0; k < KEY_TILE / 16; k++)
+        wgmma_ss<true, true>(dq, advance(ds_desc, k * 16 * TILE_ROW_BYTES),
+                             advance(k_desc, k * 16 * TILE_ROW_BYTES), k > 0);
+    wgmma_commit();
+}
+
+// p = 2^(s * scale2 - lse2), rounded to the fragments of P^T.
+template <int K_STEPS>
+void scores_to_probs(float (&s)[8 * K_STEPS], unsigned (&p_frag)[K_STEPS][4], const float* lse,
+                     float scale2) {
+#pragma unroll
+    for (int k = 0; k < K_STEPS; k++) {
 #pragma unroll
         for (int i = 8 * k; i < 8 * k + 8; i += 4) {
-            const float2 lse = *reinterpret_cast<const float2*>(row_lse + i * 2);
+            const float2 lse2 = *reinterpret_cast<const float2*>(lse + i * 2);
 #pragma unroll
-            for (int e = i; e < i + 4; e++) s[e] = exp2_approx(s[e] * scale2 - (e % 2 ? lse.y : lse.x));
+            for (int e = i; e < i + 4; e++) s[e] = exp2_approx(s[e] * scale2 - (e % 2 ? lse2.y : lse2.x));
         }
-        round_fragment(left[k], s, k);
+        round_fragment(p_frag[k], s, k);
     }
 }
 
-// dout . v to ds, with the probabilities as they are rounded: there is no room for both.
-template <int COUNT>
-void subtract_delta(float (&dp)[8 * COUNT], const unsigned (&left)[COUNT][4], const float* row_delta) {
+// ds = p (dp - delta), in place, without the factor 1 / sqrt(D). p is read from its rounded fragments: the
+// registers do not hold the unrounded p as well.
+template <int K_STEPS>
+void probs_to_ds(float (&dp)[8 * K_STEPS], const unsigned (&p_frag)[K_STEPS][4], const float* row_delta) {
 #pragma unroll
-    for (int i = 0; i < 8 * COUNT; i += 4) {
+    for (int i = 0; i < 8 * K_STEPS; i += 4) {
         const float2 delta = *reinterpret_cast<const float2*>(row_delta + i * 2);
 #pragma unroll
         for (int e = i; e < i + 4; e += 2) {
-            const unsigned p = left[e / 8][e / 2 % 4];
+            const unsigned p = p_frag[e / 8][e / 2 % 4];
             dp[e] = __uint_as_float(p << 16) * (dp[e] - delta.x);
             dp[e + 1] = __uint_as_float(p & 0xffff0000) * (dp[e + 1] - delta.y);
         }
     }
 }
 
-// ds, rounded, as a left factor and to the warpgroup's rows of its place.
-template <int COUNT>
-void store_ds(unsigned (&left)[COUNT][4], const float (&ds)[8 * COUNT], unsigned own_rows) {
+// Rounds ds to the fragments of dS^T, and stores them to the warpgroup's rows of the ds buffer.
+template <int K_STEPS>
+void store_ds(unsigned (&ds_frag)[K_STEPS][4], const float (&ds)[8 * K_STEPS], unsigned warpgroup_rows) {
 #pragma unroll
-    for (int k = 0; k < COUNT; k++) {
-        round_fragment(left[k], ds, k);
-        store_fragment(own_rows + k / 4 * KEYS * TILE_ROW_BYTES, k % 4, left[k]);
+    for (int k = 0; k < K_STEPS; k++) {
+        round_fragment(ds_frag[k], ds, k);
+        store_fragment(warpgroup_rows + k / 4 * KEY_TILE * TILE_ROW_BYTES, k % 4, ds_frag[k]);
     }
-    fence_async_proxy();
+    fence_async_proxy();  // wgmma reads ds through the async proxy
 }
 
-// Start dq = ds times keys, the warpgroup's shares of which are descriptors.
-inline void multiply_ds(float (&dq)[32], unsigned long long ds, unsigned long long keys) {
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; k++)
-        wgmma_ss<true, true>(dq, advance(ds, k * 16 * TILE_ROW_BYTES), advance(keys, k * 16 * TILE_ROW_BYTES), k > 0);
-    wgmma_commit();
-}
-
-// A tile's dq to the warp that passes it on.
-inline void hand_dq_over(const float (&dq)[32], float4* place, unsigned full) {
+// Stores a warpgroup's dq to shared memory in fragment order, and signals its dq-writer warp.
+inline void stage_dq(const float (&dq)[32], float4* buffer, unsigned dq_full) {
 #pragma unroll
     for (int i = 0; i < 8; i++)
-        place[i * WARPGROUP + threadIdx.x % WARPGROUP] = float4{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
-    fence_async_proxy();
-    __syncwarp();  // the warp's share is written
-    if (threadIdx.x % WARP == 0) arrive(full);
+        buffer[i * WARPGROUP + threadIdx.x % WARPGROUP] =
+            float4{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+    fence_async_proxy();  // bulk copies read it through the async proxy
+    __syncwarp();         // all lanes have written before lane 0 arrives for the warp
+    if (threadIdx.x % WARP == 0) arrive(dq_full);
 }
 
-// A warpgroup's dk and dv of an item, through its own rows of the keys' and values' places, and their share of `partial`.
-template <int HEAD_DIM, int PARTS>
-void store_results(float (&dkey)[PARTS][32], float (&dvalue)[PARTS][32], const TensorMap& dqkv_map, float* partial,
-                   unsigned keys, unsigned values, const Item& item, int length, int heads, int kv_heads, float scale) {
-    constexpr int OWN = GROUP_ROWS * TILE_ROW_BYTES;
-    const int group = threadIdx.x / WARPGROUP, first = item.first + group * GROUP_ROWS, head = heads + item.shared;
-    const unsigned own_keys = keys + group * PARTS * OWN, own_values = values + group * PARTS * OWN;
-    named_barrier_sync(1, ALL_GROUPS);  // nobody reads keys or ds any more
+// Warpgroup: stages its dk and dv in the K+V buffer, issues their TMA stores, and writes its row of partial.
+template <int HEAD_DIM, int D_TILES>
+void store_dkv(float (&dk)[D_TILES][32], float (&dv)[D_TILES][32], const TensorMap& dqkv_map, float* partial,
+               unsigned k_buffer, unsigned v_buffer, const WorkTile& work, int length, int heads,
+               int kv_heads, float scale) {
+    constexpr int WARPGROUP_TILE_BYTES = WARPGROUP_ROWS * TILE_ROW_BYTES;
+    const int warpgroup = threadIdx.x / WARPGROUP, first = work.first_key + warpgroup * WARPGROUP_ROWS;
+    const int k_head = heads + work.kv_head;
+    const unsigned dk_tile = k_buffer + warpgroup * D_TILES * WARPGROUP_TILE_BYTES;
+    const unsigned dv_tile = v_buffer + warpgroup * D_TILES * WARPGROUP_TILE_BYTES;
+    // Separates both warpgroups' last reads of K, V and ds from the writes below.
+    named_barrier_sync(DS_BARRIER, CONSUMER_THREADS);
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-        warpgroup_fence_operand(dkey[i]);
-        warpgroup_fence_operand(dvalue[i]);
+    for (int i = 0; i < D_TILES; i++) {
+        warpgroup_fence_operand(dk[i]);
+        warpgroup_fence_operand(dv[i]);
 #pragma unroll
-        for (int e = 0; e < 32; e++) dkey[i][e] *= scale;
-        store_sum(own_keys + i * OWN, dkey[i]);
-        store_sum(own_values + i * OWN, dvalue[i]);
+        for (int e = 0; e < 32; e++) dk[i][e] *= scale;
+        store_accumulator(dk_tile + i * WARPGROUP_TILE_BYTES, dk[i]);
+        store_accumulator(dv_tile + i * WARPGROUP_TILE_BYTES, dv[i]);
     }
     fence_async_proxy();
-    named_barrier_sync(2 + group, WARPGROUP);  // the results, written above by all, are copied by one and summed by all
+    // Separates all threads' writes from the TMA stores of one thread and from the sums of all.
+    named_barrier_sync(WARPGROUP_BARRIER + warpgroup, WARPGROUP);
     if (threadIdx.x % WARPGROUP == 0) {
-        store_rows<HEAD_DIM>(dqkv_map, own_keys, head, first, item.b);
-        store_rows<HEAD_DIM>(dqkv_map, own_values, head + kv_heads, first, item.b);
+        tma_store_rows<HEAD_DIM>(dqkv_map, dk_tile, k_head, first, work.b);
+        tma_store_rows<HEAD_DIM>(dqkv_map, dv_tile, k_head + kv_heads, first, work.b);
     }
     if (!partial) return;
-    // Nobody writes to their places until all warps have read: where items rotate, not before the next one's first named_barrier_sync,
-    // else not before give_back.
-    float* sums = item.row(partial, group, length, (heads + 2 * kv_heads) * HEAD_DIM) + head * HEAD_DIM;
+    // WAR: these buffers are written again only after all warps have read them. With KV_ALIASES_DS the next
+    // work tile's first DS_BARRIER guarantees it, otherwise release_kv.
+    float* sums =
+        work.partial_row(partial, warpgroup, length, (heads + 2 * kv_heads) * HEAD_DIM) + k_head * HEAD_DIM;
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-        sum_columns(sums + i * 64, own_keys + i * OWN);
-        sum_columns(sums + kv_heads * HEAD_DIM + i * 64, own_values + i * OWN);
+    for (int i = 0; i < D_TILES; i++) {
+        sum_columns(sums + i * 64, dk_tile + i * WARPGROUP_TILE_BYTES);
+        sum_columns(sums + kv_heads * HEAD_DIM + i * 64, dv_tile + i * WARPGROUP_TILE_BYTES);
     }
 }
 
-// A warpgroup: the products, of its 64 keys of each item.
+// Consumer warpgroup: the matmuls of its 64 keys of each work tile.
 template <int HEAD_DIM>
-void multiply(const Layout<HEAD_DIM>& at, const TensorMap& dqkv_map, float* partial, unsigned char* memory, int length,
-              int heads, int kv_heads, float scale) {
-    constexpr int TILE = QUERIES<HEAD_DIM>, PARTS = HEAD_DIM / 64, KEY_PART = KEYS * TILE_ROW_BYTES;
-    constexpr int OWN = GROUP_ROWS * TILE_ROW_BYTES;
-    const int group = warp_number() * WARP / WARPGROUP;
+void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float* partial,
+              unsigned char* smem_base, int length, int heads, int kv_heads, float scale) {
+    constexpr int TILE = QUERY_TILE<HEAD_DIM>, D_TILES = HEAD_DIM / 64;
+    constexpr int K_D_TILE_BYTES = KEY_TILE * TILE_ROW_BYTES;
+    constexpr int WARPGROUP_TILE_BYTES = WARPGROUP_ROWS * TILE_ROW_BYTES;
+    // From the warp-uniform warp_number(): tile addresses then stay in uniform registers.
+    const int warpgroup = warp_number() * WARP / WARPGROUP, first_row = warpgroup * WARPGROUP_ROWS;
     const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP;
-    const float scale2 = scale * LOG2_E, *rows = reinterpret_cast<float*>(memory + (at.rows - at.keys));
-    const unsigned char* begins = memory + (at.begins - at.keys);
+    const float scale2 = scale * LOG2_E;
+    const float* lse_delta = reinterpret_cast<float*>(smem_base + (smem.lse_delta - smem.kv));
+    const unsigned char* doc_begins = smem_base + (smem.doc_begin - smem.kv);
     float s[TILE / 2] = {}, dp[TILE / 2] = {}, dq[32] = {};
-    unsigned left[TILE / 16][4];
-    Places<HEAD_DIM> places(at);
-    unsigned step = 0;  // of all items
-    const auto start_scores = [&](unsigned long long own_keys) {
-        wait(at.query_full[step % STAGES], step / STAGES % 2);
+    unsigned a_frag[TILE / 16][4];  // P^T, then dS^T
+    RotatingBuffers<HEAD_DIM> buffers(smem);
+    unsigned step = 0;  // counts query tiles of all work tiles
+    const auto issue_scores = [&](unsigned long long k_desc) {
+        wait(smem.q_full[step % STAGES], step / STAGES % 2);
         wgmma_fence();
-        multiply_rows<HEAD_DIM>(s, own_keys, at.queries + step % STAGES * at.QUERY_BYTES);
+        gemm_scores<HEAD_DIM>(s, k_desc, smem.q + step % STAGES * smem.Q_BYTES);
     };
-    for (unsigned round = 0;; round++) {
-        const Item& item = receive_item(at, round);
-        if (item.tiles == 0) return;
-        const unsigned keys = places.keys, values = keys + at.KEY_BYTES;
-        const unsigned long long own_keys = tile_descriptor(keys + group * OWN);
-        const unsigned long long own_values = tile_descriptor(values + group * OWN);
-        // Its share of dq: queries or features.
-        const unsigned long long dq_keys = tile_descriptor(keys + (PARTS == 2) * group * KEY_PART);
-        float dkey[PARTS][32] = {}, dvalue[PARTS][32] = {};
-        start_scores(own_keys);
-        if (ROTATE<HEAD_DIM>) {
-            give_back(at);
-            if (thread == 0) bulk_wait_read();  // the last results have left what is ds from the second step on
+    for (unsigned tile_iter = 0;; tile_iter++) {
+        const WorkTile& work = wait_work_tile(smem, tile_iter);
+        if (work.query_tiles == 0) return;
+        const unsigned k_buffer = buffers.kv, v_buffer = k_buffer + smem.K_BYTES;
+        const unsigned long long k_desc = tile_descriptor(k_buffer + warpgroup * WARPGROUP_TILE_BYTES);
+        const unsigned long long v_desc = tile_descriptor(v_buffer + warpgroup * WARPGROUP_TILE_BYTES);
+        // dQ is split between the warpgroups by queries (D = 64), or by columns of K (D = 128).
+        const unsigned long long dq_k_desc =
+            tile_descriptor(k_buffer + (D_TILES == 2) * warpgroup * K_D_TILE_BYTES);
+        float dk[D_TILES][32] = {}, dv[D_TILES][32] = {};
+        issue_scores(k_desc);
+        if (KV_ALIASES_DS<HEAD_DIM>) {
+            release_kv(smem);
+            // WAR: the second step's ds goes to the buffer from which the previous dk and dv are stored. The
+            // first step's DS_BARRIER passes this wait on to the other threads.
+            if (thread == 0) bulk_wait_read();
         }
-        wait(at.key_full[1], round % 2);
+        wait(smem.kv_full[1], tile_iter % 2);
         wgmma_wait<0>();
         warpgroup_fence_operand(s);
-        int query = 0;  // the tile's first, from the item's first key on
-        for (const unsigned end = step + item.steps(); step < end;) {
+        int query = 0;  // the query tile's first, from the work tile's first key
+        for (const unsigned end = step + work.steps(); step < end;) {
             const unsigned stage = step % STAGES;
-            const unsigned queries = at.queries + stage * at.QUERY_BYTES, douts = at.douts + stage * at.QUERY_BYTES;
-            const float* row_lse = rows + stage * 2 * TILE + lane % 4 * 2;
-            wait(at.dout_full[stage], step / STAGES % 2);
+            const unsigned q_tile = smem.q + stage * smem.Q_BYTES;
+            const unsigned dout_tile = smem.dout + stage * smem.Q_BYTES;
+            const float* row_lse = lse_delta + stage * 2 * TILE + lane % 4 * 2;
+            wait(smem.dout_full[stage], step / STAGES % 2);
             wgmma_fence();
-            multiply_rows<HEAD_DIM>(dp, own_values, douts);
-            const unsigned char* begin = begins + stage * TILE;
-            if (query < group * GROUP_ROWS + GROUP_ROWS - 1 || begin[TILE - 1] > group * GROUP_ROWS)
-                hide_unseen<TILE>(s, group * GROUP_ROWS + thread / WARP * 16 + lane / 4, query, begin);
-            weigh(s, left, row_lse, scale2);
+            gemm_scores<HEAD_DIM>(dp, v_desc, dout_tile);
+            const unsigned char* doc_begin = doc_begins + stage * TILE;
+            if (query < first_row + WARPGROUP_ROWS - 1 || doc_begin[TILE - 1] > first_row)
+                apply_mask<TILE>(s, first_row + thread / WARP * 16 + lane / 4, query, doc_begin);
+            scores_to_probs(s, a_frag, row_lse, scale2);
             wgmma_fence();
-            add_weighted(dvalue, left, douts);
-            wgmma_wait<1>();
+            gemm_dkv(dv, a_frag, dout_tile);
+            wgmma_wait<1>();  // dP^T is complete; dV may be in flight
             warpgroup_fence_operand(dp);
-            subtract_delta(dp, left, row_lse + TILE);
-            // The other warpgroup has multiplied the ds of two steps ago: it has been past the last step's named_barrier_sync.
-            wgmma_wait<0>();
-            store_ds(left, dp, places.ds + group * OWN);
+            probs_to_ds(dp, a_frag, row_lse + TILE);
+            wgmma_wait<0>();  // dV has read a_frag
+            // WAR: the dQ of two steps ago read this ds buffer. Both
+            // warpgroups' were complete before the previous step's DS_BARRIER.
+            store_ds(a_frag, dp, buffers.ds + warpgroup * WARPGROUP_TILE_BYTES);
             wgmma_fence();
-            add_weighted(dkey, left, queries);
-            named_barrier_sync(1, ALL_GROUPS);  // all of ds is there
+            gemm_dkv(dk, a_frag, q_tile);
+            // Separates both warpgroups' writes of ds from the dQ below, which reads the rows of both.
+            named_barrier_sync(DS_BARRIER, CONSUMER_THREADS);
             wgmma_fence();
-            multiply_ds(dq, tile_descriptor(places.ds + (PARTS == 1) * group * KEY_PART), dq_keys);
-            wgmma_wait<1>();
-            if (lane == 0) arrive(at.empty[stage]);
+            gemm_dq(dq, tile_descriptor(buffers.ds + (D_TILES == 1) * warpgroup * K_D_TILE_BYTES), dq_k_desc);
+            wgmma_wait<1>();  // dK is complete: the stage's last reader
+            if (lane == 0) arrive(smem.q_empty[stage]);
             step++;
-            start_scores(own_keys);  // after the last step for nothing: a branch here would serialise
-            wait(at.dq_empty[group], step % 2);
-            wgmma_wait<1>();
+            // The next step's S^T. After the last step its result is unused;
+            // a branch around it would make ptxas serialise all wgmmas.
+            issue_scores(k_desc);
+            // Waits until the previous step's dq has left the buffer. That was release number `step` - 1, and
+            // its phase has the parity of `step`. The wait returns at once in the very first step.
+            wait(smem.dq_empty[warpgroup], step % 2);
+            wgmma_wait<1>();  // dQ is complete; S^T may be in flight
             warpgroup_fence_operand(dq);
-            hand_dq_over(dq, reinterpret_cast<float4*>(memory + (at.dq - at.keys) + group * at.DQ_BYTES), at.dq_full[group]);
-            wgmma_wait<0>();
+            stage_dq(dq,
+                     reinterpret_cast<float4*>(smem_base + (smem.dq - smem.kv) + warpgroup * smem.DQ_BYTES),
+                     smem.dq_full[warpgroup]);
+            wgmma_wait<0>();  // S^T is complete: no accumulator is pending across the back-edge
             warpgroup_fence_operand(s);
-            places.next_step();
-            query = query + TILE == item.tiles * TILE ? 0 : query + TILE;  // of the next head
+            buffers.next_step();
+            query = query + TILE == work.query_tiles * TILE ? 0 : query + TILE;  // 0: of the next query head
         }
         wgmma_wait<0>();
-        store_results<HEAD_DIM>(dkey, dvalue, dqkv_map, partial, keys, values, item, length, heads, kv_heads, scale);
-        if (!ROTATE<HEAD_DIM>) {
-            if (thread == 0) bulk_wait_read();
-            give_back(at);
+        store_dkv<HEAD_DIM>(dk, dv, dqkv_map, partial, k_buffer, v_buffer, work, length, heads, kv_heads,
+                            scale);
+        if (!KV_ALIASES_DS<HEAD_DIM>) {
+            if (thread == 0) bulk_wait_read();  // the stores have read dk and dv from the K+V buffer
+            release_kv(smem);
         }
-        places.next_item();
+        buffers.next_work_tile();
     }
 }
 
-// Grid: a block a multiprocessor, at most one an item. turns and taken, the items taken, are zero. partial may be null.
+// Grid: one block per SM, at most one per work tile. dq_semaphore and tile_counter start as zeros.
 template <int HEAD_DIM>
-__global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
+__global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     attention_backward(const __grid_constant__ TensorMap dqkv_map, const __grid_constant__ TensorMap dout_map,
-                       const __grid_constant__ TensorMap qkv_map, bf16* dqkv, float* partial, float* dq_sum, int* turns,
-                       int* taken, const float* delta, const float* lse, const int* start, int batch, int length, int heads,
-                       int kv_heads, bool ordered, float scale) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    const Layout<HEAD_DIM> at(memory);
-    if (threadIdx.x == 0) at.init();
-    __syncthreads();  // the barriers are ready
-    const int warp = warp_number() - ALL_GROUPS / WARP;
+                       const __grid_constant__ TensorMap qkv_map, bf16* dqkv, float* partial, float* dq_sum,
+                       int* dq_semaphore, int* tile_counter, const float* delta, const float* lse,
+                       const int* start, int batch, int length, int heads, int kv_heads, bool ordered,
+                       float scale) {
+    extern __shared__ __align__(1024) unsigned char smem_base[];
+    const SmemLayout<HEAD_DIM> smem(smem_base);
+    if (threadIdx.x == 0) smem.init();
+    __syncthreads();  // separates the initialisation of the mbarriers from their use
+    const int warp = warp_number() - CONSUMER_THREADS / WARP;
     if (warp < 0) {
         warpgroup_reg_alloc<224>();
-        multiply(at, dqkv_map, partial, memory, length, heads, kv_heads, scale);
-        if (threadIdx.x % WARPGROUP == 0) bulk_wait();  // they read this block's memory
+        consumer(smem, dqkv_map, partial, smem_base, length, heads, kv_heads, scale);
+        if (threadIdx.x % WARPGROUP == 0) bulk_wait();  // the last TMA stores read this block's shared memory
     } else {
         warpgroup_reg_dealloc<56>();
         if (warp == 0)
-            copy_items(at, dout_map, qkv_map, memory, taken, delta, lse, start, batch, length, heads, kv_heads);
-        else if (warp <= GROUPS)
-            pass_dq(at, warp - 1, memory, dqkv, dq_sum, turns, partial, start, length, heads, kv_heads, ordered, scale);
+            producer(smem, dout_map, qkv_map, smem_base, tile_counter, delta, lse, start, batch, length,
+                     heads, kv_heads);
+        else if (warp <= CONSUMERS)
+            dq_writer(smem, warp - 1, smem_base, dqkv, dq_sum, dq_semaphore, partial, start, length, heads,
+                      kv_heads, ordered, scale);
     }
-    __syncthreads();  // all end together
+    // All warps exit together, after the last TMA transfer and mbarrier arrival. Otherwise the next block on
+    // this SM could reuse the shared memory too early.
+    __syncthreads();
 }

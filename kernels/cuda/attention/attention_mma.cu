@@ -1,121 +1,142 @@
-// Causal grouped-query attention on tensor cores (sm_80 and later), head dims that are a multiple of 32 up to 128. T is bf16,
-// or fp32, whose factors are rounded to tf32.
+// Causal grouped-query attention with mma.sync (sm_80 and later). Head dims 32, 64, 96 and 128. T is bf16, or
+// fp32 that is rounded to tf32 as an operand.
 //
-// The mathematics, the layout of the arrays and what is saved are attention_scalar.cu's. What differs:
+// The equations, the layout of the arrays and what is saved: see attention_scalar.cu.
 //
-// Work: a block of 4 warps owns 64 * ROW_TILES queries of one head, a warp 16 * ROW_TILES of them, with their sums in its
-//       registers. Keys and values come in tiles of COLUMNS rows, the next one being copied while this one is used. p stays in
-//       registers: as the result of one product it lies as the next one's left factor must (fp32: but for the order of keys).
-// Skipped: besides the tiles that no query of the block sees, those that no query of the warp sees; only tiles on a border are
-//       masked element by element.
-// Precision: products of bf16 or tf32 with fp32 sums; softmax and lse fp32; p is rounded as a factor, out as it is stored. exp
-//       is 2^x with log2(e) / sqrt(D) folded into the scale.
+// Block: 4 warps, 64 * ROW_TILES queries of one head. Key and value tiles of STREAMED_ROWS rows are double
+//     buffered with cp.async. They run from the diagonal down.
+// Warp: 16 * ROW_TILES of the queries, output accumulators
+// in registers. p stays in registers: the accumulators
+//     of S are the A operand of PV (fp32: with permuted keys).
+// Masking: the block skips tiles that none of its queries attends to, a warp those that none of its own does.
+//     Only tiles on a border are masked element by element.
+// Precision: bf16 or tf32 operands, fp32 accumulators;
+// softmax and lse in fp32. p is rounded as an operand, out
+//     once. exp is 2^x with log2(e) / sqrt(D) folded into the scale.
 // Determinism: every sum has a fixed order; no atomics.
 // Source: Dao 2023, arXiv:2307.08691 (FlashAttention-2), algorithm 1.
-//
-// Numbers of rows, tiles and blocks, and which queries are KEPT in registers: not tuned.
+// Tile sizes, blocks per SM, and which q are held IN_REGISTERS: not tuned.
 
-#include "attention_tile.cuh"
+#include "attention_gemm.cuh"
 
-// Grid (query tiles, H, B), the tiles with most keys first. Tiles of keys from the diagonal down: the first tile that a warp
-// takes holds the own key of each of its rows, for COLUMNS is a multiple of a warp's rows, so the largest score is finite from
-// then on and exp needs no guard.
+// Grid (query tiles, H, B), longest first. Each query attends to itself, and a
+// warp's first key tile holds the own key of each of its rows: KEY_TILE is a
+// multiple of WARP_ROWS. So row_max is finite from then on, and exp needs no guard.
 template <typename T, int HEAD_DIM, int ROW_TILES>
-__global__ void __launch_bounds__(THREADS, BLOCKS<HEAD_DIM, ROW_TILES>)
+__global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM<HEAD_DIM, ROW_TILES>)
     attention_forward(T* out, float* lse, const T* qkv, const int* start, int length, int heads, int kv_heads,
                       float scale) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    __shared__ int begin[16 * ROW_TILES * WARPS];  // start of each query
-    constexpr int OWN = 16 * ROW_TILES, QUERIES = WARPS * OWN, KEYS = COLUMNS<T, HEAD_DIM>;
-    constexpr int TILE_BYTES = KEYS * STRIDE<T, HEAD_DIM>;
-    constexpr bool KEPT = sizeof(T) == 4 || HEAD_DIM <= 64;
-    static_assert(KEYS % OWN == 0 && QUERIES <= THREADS, "see above; a thread loads a start");
-    const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES, end = min(first + QUERIES, length);
+    extern __shared__ __align__(16) unsigned char smem[];
+    __shared__ int doc_begin[16 * ROW_TILES * WARPS];  // start of the block's queries
+    constexpr int WARP_ROWS = 16 * ROW_TILES, QUERY_TILE = WARPS * WARP_ROWS;
+    constexpr int KEY_TILE = STREAMED_ROWS<T, HEAD_DIM>;
+    constexpr int TILE_BYTES = KEY_TILE * STRIDE<T, HEAD_DIM>;
+    constexpr bool IN_REGISTERS = sizeof(T) == 4 || HEAD_DIM <= 64;
+    static_assert(KEY_TILE % WARP_ROWS == 0 && QUERY_TILE <= THREADS,
+                  "see above; each thread loads tile_offset most one start");
+    const int first = (gridDim.x - 1 - blockIdx.x) * QUERY_TILE, end = min(first + QUERY_TILE, length);
     const int head = blockIdx.y, b = blockIdx.z;
-    const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP * OWN, warp_first = first + own;
-    const int step = (heads + 2 * kv_heads) * HEAD_DIM;
-    const long long row = (long long)b * length;
-    const T* keys = qkv + row * step + (heads + head / (heads / kv_heads)) * HEAD_DIM;
+    const int lane = threadIdx.x % WARP, warp_row = threadIdx.x / WARP * WARP_ROWS;
+    const int first_row = first + warp_row;
+    const int row_stride = (heads + 2 * kv_heads) * HEAD_DIM;
+    const long long batch_row = (long long)b * length;
+    const T* keys = qkv + batch_row * row_stride + (heads + head / (heads / kv_heads)) * HEAD_DIM;
     const T* values = keys + kv_heads * HEAD_DIM;
-    const unsigned query_tile = shared_address(memory), key_tiles = query_tile + QUERIES * STRIDE<T, HEAD_DIM>;
+    const unsigned query_tile = shared_address(smem);
+    const unsigned key_tiles = query_tile + QUERY_TILE * STRIDE<T, HEAD_DIM>;
     const unsigned value_tiles = key_tiles + 2 * TILE_BYTES;
-    const unsigned offset = lane_offset<T, HEAD_DIM>(), down = lane_offset_down<T, HEAD_DIM>() - offset;
+    const unsigned nt_offset = lane_offset<T, HEAD_DIM>();
+    const unsigned nn_offset = lane_offset_nn<T, HEAD_DIM>() - nt_offset;
     const auto copy = [&](int tile) {
-        const long long at = (long long)tile * KEYS * step;
-        copy_tile<T, HEAD_DIM, KEYS>(key_tiles + tile % 2 * TILE_BYTES, keys + at, step, length - tile * KEYS);
-        copy_tile<T, HEAD_DIM, KEYS>(value_tiles + tile % 2 * TILE_BYTES, values + at, step, length - tile * KEYS);
+        const long long tile_offset = (long long)tile * KEY_TILE * row_stride;
+        cp_async_tile<T, HEAD_DIM, KEY_TILE>(key_tiles + tile % 2 * TILE_BYTES, keys + tile_offset,
+                                             row_stride, length - tile * KEY_TILE);
+        cp_async_tile<T, HEAD_DIM, KEY_TILE>(value_tiles + tile % 2 * TILE_BYTES, values + tile_offset,
+                                             row_stride, length - tile * KEY_TILE);
     };
 
-    const int lowest = start[row + first] / KEYS;
-    int tile = (end - 1) / KEYS;
-    copy_tile<T, HEAD_DIM, QUERIES>(query_tile, qkv + (row + first) * step + head * HEAD_DIM, step, length - first);
+    const int lowest = start[batch_row + first] / KEY_TILE;
+    int tile = (end - 1) / KEY_TILE;
+    cp_async_tile<T, HEAD_DIM, QUERY_TILE>(
+        query_tile, qkv + (batch_row + first) * row_stride + head * HEAD_DIM, row_stride, length - first);
     copy(tile);
     const float scale2 = scale * LOG2_E;
-    float largest[ROW_TILES][2], total[ROW_TILES][2], mean[ROW_TILES][HEAD_DIM / 8][4] = {};
-    if (threadIdx.x < QUERIES) begin[threadIdx.x] = start[row + min(first + (int)threadIdx.x, length - 1)];
+    float row_max[ROW_TILES][2], row_sum[ROW_TILES][2], acc[ROW_TILES][HEAD_DIM / 8][4] = {};
+    if (threadIdx.x < QUERY_TILE)
+        doc_begin[threadIdx.x] = start[batch_row + min(first + (int)threadIdx.x, length - 1)];
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            largest[i][half] = minus_infinity();
-            total[i][half] = 0.0f;
+            row_max[i][half] = minus_infinity();
+            row_sum[i][half] = 0.0f;
         }
     cp_async_wait_all();
-    __syncthreads();  // the queries with their starts, and the first tile, are there
-    const Rows<T, HEAD_DIM, ROW_TILES, KEPT> queries(query_tile + own * STRIDE<T, HEAD_DIM> + offset);
+    __syncthreads();  // separates the writes of q, doc_begin and the first k and v tiles from their reads
+    const WarpRows<T, HEAD_DIM, ROW_TILES, IN_REGISTERS> queries(query_tile + warp_row * STRIDE<T, HEAD_DIM> +
+                                                                 nt_offset);
     for (; tile >= lowest; tile--) {
         if (tile > lowest) copy(tile - 1);
-        const int key_first = tile * KEYS;
-        if (warp_first < length && key_first < warp_first + OWN && key_first + KEYS > begin[own]) {
-            float p[ROW_TILES][KEYS / 8][4];
-            multiply_columns<T, HEAD_DIM, ROW_TILES, KEYS>(p, queries, key_tiles + tile % 2 * TILE_BYTES + offset);
-            if (key_first + KEYS - 1 > warp_first || key_first < begin[own + OWN - 1])
-                hide_unseen(p, warp_first, key_first, begin + own);
+        const int first_key = tile * KEY_TILE;
+        if (first_row < length && first_key < first_row + WARP_ROWS &&
+            first_key + KEY_TILE > doc_begin[warp_row]) {
+            float p[ROW_TILES][KEY_TILE / 8][4];
+            gemm_nt<T, HEAD_DIM, ROW_TILES, KEY_TILE>(p, queries,
+                                                      key_tiles + tile % 2 * TILE_BYTES + nt_offset);
+            if (first_key + KEY_TILE - 1 > first_row || first_key < doc_begin[warp_row + WARP_ROWS - 1])
+                apply_mask(p, first_row, first_key, doc_begin + warp_row);
 #pragma unroll
             for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    float raised = largest[i][half];
+                    float new_max = row_max[i][half];
 #pragma unroll
-                    for (int j = 0; j < KEYS / 8; j++) raised = fmaxf(raised, fmaxf(p[i][j][2 * half], p[i][j][2 * half + 1]));
-                    raised = fmaxf(raised, __shfl_xor_sync(ALL_LANES, raised, 1));  // a row is spread over 4 lanes; all are here,
-                    raised = fmaxf(raised, __shfl_xor_sync(ALL_LANES, raised, 2));  // the warp branches as one
-                    const float kept = exp2_approx((largest[i][half] - raised) * scale2), shift = raised * scale2;
-                    largest[i][half] = raised;
-                    total[i][half] *= kept;
+                    for (int j = 0; j < KEY_TILE / 8; j++)
+                        new_max = fmaxf(new_max, fmaxf(p[i][j][2 * half], p[i][j][2 * half + 1]));
+                    // A row is spread over 4 lanes. The branch above is warp-uniform.
+                    new_max = fmaxf(new_max, __shfl_xor_sync(ALL_LANES, new_max, 1));
+                    new_max = fmaxf(new_max, __shfl_xor_sync(ALL_LANES, new_max, 2));
+                    const float rescale = exp2_approx((row_max[i][half] - new_max) * scale2);
+                    const float scaled_max = new_max * scale2;
+                    row_max[i][half] = new_max;
+                    row_sum[i][half] *= rescale;
 #pragma unroll
-                    for (int j = 0; j < KEYS / 8; j++)
+                    for (int j = 0; j < KEY_TILE / 8; j++)
 #pragma unroll
                         for (int e = 2 * half; e < 2 * half + 2; e++) {
-                            p[i][j][e] = exp2_approx(p[i][j][e] * scale2 - shift);
-                            total[i][half] += p[i][j][e];
+                            p[i][j][e] = exp2_approx(p[i][j][e] * scale2 - scaled_max);
+                            row_sum[i][half] += p[i][j][e];
                         }
 #pragma unroll
                     for (int j = 0; j < HEAD_DIM / 8; j++)
 #pragma unroll
-                        for (int e = 2 * half; e < 2 * half + 2; e++) mean[i][j][e] *= kept;
+                        for (int e = 2 * half; e < 2 * half + 2; e++) acc[i][j][e] *= rescale;
                 }
-            add_weighted<T, HEAD_DIM, ROW_TILES>(mean, p, value_tiles + tile % 2 * TILE_BYTES + offset + down);
+            gemm_nn<T, HEAD_DIM, ROW_TILES>(acc, p,
+                                            value_tiles + tile % 2 * TILE_BYTES + nt_offset + nn_offset);
         }
         cp_async_wait_all();
-        __syncthreads();  // the next tile is there, and all have read this one, whose place the tile after that takes
+        // Separates the copies of the next tile from its reads,
+        // and all reads of this tile from the next copies.
+        __syncthreads();
     }
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float sum = total[i][half];
-            sum += __shfl_xor_sync(ALL_LANES, sum, 1);  // the row's 4 lanes, as above
+            float sum = row_sum[i][half];
+            sum += __shfl_xor_sync(ALL_LANES, sum, 1);  // over the row's 4 lanes, as above
             sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-            const float share = 1.0f / sum;
-            const int query = warp_first + i * 16 + half * 8 + lane / 4;
+            const float inverse_sum = 1.0f / sum;
+            const int query = first_row + i * 16 + half * 8 + lane / 4;
             if (lane % 4 == 0 && query < length)
-                lse[((long long)b * heads + head) * length + query] = largest[i][half] * scale + logf(sum);
+                lse[((long long)b * heads + head) * length + query] = row_max[i][half] * scale + logf(sum);
 #pragma unroll
             for (int j = 0; j < HEAD_DIM / 8; j++)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; e++) mean[i][j][e] *= share;
+                for (int e = 2 * half; e < 2 * half + 2; e++) acc[i][j][e] *= inverse_sum;
         }
-    T* target = out + ((row + warp_first) * heads + head) * HEAD_DIM;
-    store_rows<HEAD_DIM, ROW_TILES>(memory + own * STRIDE<T, HEAD_DIM>, mean, target, heads * HEAD_DIM, length - warp_first);
+    T* target = out + ((batch_row + first_row) * heads + head) * HEAD_DIM;
+    store_rows<HEAD_DIM, ROW_TILES>(smem + warp_row * STRIDE<T, HEAD_DIM>, acc, target, heads * HEAD_DIM,
+                                    length - first_row);
 }

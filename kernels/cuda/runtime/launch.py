@@ -56,6 +56,9 @@ def constants(source: str, **template: int) -> dict[str, int]:
 
 def _evaluate(expression: str, known: Mapping[str, int]) -> int | None:
     """An integer expression of known names, + - * / %, comparisons and ?: ; None if it is something else."""
+    expression = expression.strip()
+    if "?" in expression and expression[0] == "(" and expression[-1] == ")":
+        expression = expression[1:-1]
     condition, mark, rest = expression.partition("?")
     if mark:
         chosen, _, other = rest.partition(":")
