@@ -13,11 +13,12 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-MANTISSA_BITS, MIN_EXPONENT, LARGEST = 3, -6, np.float32(448)
-# A scale maps the largest magnitude to this. The next update's magnitudes may then be four times as large.
-AMAX_TARGET = np.float32(112)
+# Mantissa bits, exponent of the smallest normal number, and the largest number of e4m3.
+MANTISSA, LOWEST, LARGEST = 3, -6, np.float32(448)
+# A scale maps the largest magnitude to this. The next update's magnitudes may be four times as large.
+TOP = np.float32(112)
 # A smaller largest magnitude counts as this. So the scale of a matrix of zeros has a finite inverse.
-MIN_AMAX = np.float32(2.0**-100)
+SMALLEST = np.float32(2.0**-100)
 
 
 def fp8(
@@ -70,15 +71,15 @@ def fp8_rescale(scales: Array, most: Array, norm: Array) -> None:
 
 
 def _scale(amax: Any) -> Any:
-    return np.maximum(amax, MIN_AMAX) / AMAX_TARGET  # NaN stays NaN
+    return np.maximum(amax, SMALLEST) / TOP  # NaN stays NaN
 
 
 def _encode(values: Array) -> Array:
     """The e4m3 codes of fp32 numbers: the sign bit, then the magnitude's index among the e4m3 magnitudes."""
     magnitude = np.minimum(np.abs(values), LARGEST)
     # Subnormal numbers have the spacing of the smallest normal exponent.
-    exponent = np.frexp(np.maximum(magnitude, 2.0**MIN_EXPONENT))[1] - 1
-    # The mantissa with its leading bit. A mantissa of 2^(MANTISSA_BITS + 1) carries into the code's exponent.
-    mantissa = np.rint(np.ldexp(magnitude, MANTISSA_BITS - exponent))
-    code = np.where(np.isnan(values), 127, mantissa + (exponent - MIN_EXPONENT) * 2**MANTISSA_BITS)
+    exponent = np.frexp(np.maximum(magnitude, 2.0**LOWEST))[1] - 1
+    # The mantissa with its leading bit. A mantissa of 2^(MANTISSA + 1) carries into the code's exponent.
+    mantissa = np.rint(np.ldexp(magnitude, MANTISSA - exponent))
+    code = np.where(np.isnan(values), 127, mantissa + (exponent - LOWEST) * 2**MANTISSA)
     return code.astype(np.uint8) | np.signbit(values).astype(np.uint8) << 7
