@@ -1,7 +1,7 @@
 // Token embedding, with a learned position embedding if the model has one.
 //
 //     out[row] = weight[token of row] + position_weight[position of row]
-//     dweight[key] += sum of dout[row] over the rows with this key, in row order
+//     dweight[key] += sum of dout[row] over the rows with this key, in a fixed order
 //     key: a row's token, or its position
 //
 // Layout: out (rows, dim), weight (vocab, dim), position_weight (context, dim), dweight fp32;
