@@ -25,7 +25,7 @@ class Batches(Protocol):
         """Micro-batch `index`."""
 
 
-class Ahead:
+class BatchPrefetcher:
     """The micro-batches of each update, made ready while a GPU computes the one before.
 
     Args:
@@ -48,13 +48,13 @@ class Ahead:
             for batch in self._batches:
                 prepare(batch, self._mtp_heads)
 
-    def of(self, step: int) -> list[Batch]:
+    def get(self, step: int) -> list[Batch]:
         """Those of an update."""
         self.fetch(step)
         return self._batches
 
 
-def shuffled(places: NDArray[np.int64], count: int, *key: int) -> NDArray[np.int64]:
+def permute_indices(places: NDArray[np.int64], count: int, *key: int) -> NDArray[np.int64]:
     """Where a pseudo-random permutation of 0 .. count - 1 sends each place; needs no memory beyond `places`.
 
     A Feistel network permutes the numbers of 2 * half bits, for any round function; numbers that leave 0 .. count - 1 are
@@ -135,7 +135,7 @@ class PretrainBatches:
             1, np.uint64
         )  # 1: apart from the order's key
         offset = int(draw[0] % np.uint64(offsets))
-        return offset + self.context * shuffled(places, self.windows, self.seed, epoch)
+        return offset + self.context * permute_indices(places, self.windows, self.seed, epoch)
 
     def batch(self, index: int) -> Batch:
         """Micro-batch `index` of the run, counted over all updates and ranks; every target has weight 1."""

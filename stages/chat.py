@@ -46,8 +46,8 @@ HELP = """\
 /exit            leaves, as does Ctrl-D; Ctrl-C stops an answer
 //TEXT           sends the message /TEXT"""
 
-WHOLE = ("top_k", "seed", "max_tokens")  # the settings that are integers
-SETTINGS = ("temperature", "top_p", *WHOLE)
+INT_SETTINGS = ("top_k", "seed", "max_tokens")  # the settings that are integers
+SETTINGS = ("temperature", "top_p", *INT_SETTINGS)
 
 # What ended an answer: the model itself, Ctrl-C, max_tokens, or the context.
 Ending = Literal["model", "interrupt", "max_tokens", "context"]
@@ -57,7 +57,7 @@ class Chat:
     """One conversation and how it is answered.
 
     Args:
-        engine, words: the model and its tokenizer.
+        engine, tokenizer: the model and its tokenizer.
         sampling: how tokens are drawn; the seed counts up by one an answer.
         max_tokens: of an answer.
         speculation: whether the prediction heads draft.
@@ -66,19 +66,19 @@ class Chat:
     def __init__(
         self,
         engine: Engine,
-        words: Tokenizer,
+        tokenizer: Tokenizer,
         sampling: Sampling,
         max_tokens: int,
         speculation: Speculation | None = None,
     ) -> None:
-        self._engine, self._words, self._speculation = engine, words, speculation
+        self._engine, self._tokenizer, self._speculation = engine, tokenizer, speculation
         self.sampling, self.max_tokens = sampling, max_tokens
         self.messages: list[dict[str, str]] = []  # without the system message
         self.system = ""
         self._answers = 0
-        self._end = special_id(words, END)
+        self._end = special_id(tokenizer, END)
         # Typed text never holds a special token; what the model writes must not either.
-        self._banned = set(words.special.values()) - {self._end}
+        self._banned = set(tokenizer.special.values()) - {self._end}
 
     def reset(self) -> None:
         """Begin a new conversation; with the same seed the same messages get the same answers again."""
@@ -99,7 +99,7 @@ class Chat:
             )
         self.reset()
 
-    def fit(self, text: str) -> tuple[list[dict[str, str]], int]:
+    def truncate_history(self, text: str) -> tuple[list[dict[str, str]], int]:
         """The conversation with a new question, without its oldest turns where the context is too small.
 
         They are left out until the context has room for an answer of max_tokens or half a context; the question itself stays,
@@ -124,8 +124,8 @@ class Chat:
         return messages, dropped
 
     def answer(self, messages: list[dict[str, str]], write: Callable[[str], None]) -> Ending:
-        """Answer what `fit` returned, in whole characters as they come; the conversation is then that and the answer."""
-        prompt, stream = render_prompt(self._read(messages), self._words).tolist(), Utf8Stream(self._words)
+        """Answer what truncate_history returned; add the answer to the conversation."""
+        prompt, stream = render_prompt(self._read(messages), self._tokenizer).tolist(), Utf8Stream(self._tokenizer)
         limit = min(self.max_tokens, self._engine.config.context - len(prompt))
         sampling = replace(self.sampling, seed=self.sampling.seed + self._answers)
         settings: dict[str, Any] = {
@@ -143,7 +143,7 @@ class Chat:
             return "interrupt"
         finally:
             # Bytes that make no character are shown as U+FFFD, but the model shall not read that.
-            content = self._words.decode_bytes(ids).decode("utf-8", errors="ignore")
+            content = self._tokenizer.decode_bytes(ids).decode("utf-8", errors="ignore")
             self.messages = [*messages, {"role": "assistant", "content": content}]
             self._answers += 1
         if len(ids) < limit:
@@ -153,10 +153,10 @@ class Chat:
     def set(self, name: str, value: str) -> None:
         """Change a setting; ValueError where the value is not one of its."""
         try:
-            number = int(value) if name in WHOLE else float(value)
+            number = int(value) if name in INT_SETTINGS else float(value)
         except ValueError:
             raise ValueError(
-                f"{name}: expected a {'whole ' * (name in WHOLE)}number, got {value!r}"
+                f"{name}: expected a {'whole ' * (name in INT_SETTINGS)}number, got {value!r}"
             ) from None
         if name == "max_tokens":
             self.max_tokens = at_least_one(name, int(number))
@@ -182,10 +182,10 @@ class Chat:
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
     def _length(self, messages: list[dict[str, str]]) -> int:
-        return len(render_prompt(self._read(messages), self._words))
+        return len(render_prompt(self._read(messages), self._tokenizer))
 
 
-def obey(chat: Chat, command: str) -> str:
+def run_command(chat: Chat, command: str) -> str:
     """Carries out a /command other than /exit; returns what to tell the user. ValueError where it is not one."""
     name, _, value = command.removeprefix("/").partition(" ")
     if name in SETTINGS:
@@ -205,16 +205,16 @@ def obey(chat: Chat, command: str) -> str:
     return chat.describe()
 
 
-def tell(text: str) -> None:
+def print_status(text: str) -> None:
     """A line for the user that is no part of an answer."""
     print(text, file=sys.stderr, flush=True)
 
 
 def reply(chat: Chat, text: str) -> Ending:
     """One question and its answer, with the lines that say what was left out or cut."""
-    messages, dropped = chat.fit(text)
+    messages, dropped = chat.truncate_history(text)
     if dropped:
-        tell(f"(the context is full: the oldest {dropped} turn{'s' * (dropped > 1)} left out)")
+        print_status(f"(the context is full: the oldest {dropped} turn{'s' * (dropped > 1)} left out)")
     ending = chat.answer(messages, show)
     show("\n")
     if ending != "model":
@@ -223,7 +223,7 @@ def reply(chat: Chat, text: str) -> Ending:
             "max_tokens": f"cut at max_tokens = {chat.max_tokens}",
             "context": "cut: the context is full",
         }
-        tell(f"({reasons[ending]})")
+        print_status(f"({reasons[ending]})")
     return ending
 
 
@@ -236,15 +236,15 @@ def converse(chat: Chat) -> None:
             if line == "/exit":
                 return
             if line.startswith("/") and not line.startswith("//"):
-                tell(obey(chat, line))
+                print_status(run_command(chat, line))
             elif line:
                 reply(chat, line.removeprefix("/") if line.startswith("//") else line)
         except EOFError:
             return
         except KeyboardInterrupt:
-            tell("\n(/exit or Ctrl-D leaves)")
+            print_status("\n(/exit or Ctrl-D leaves)")
         except ValueError as error:
-            tell(f"error: {error}")
+            print_status(f"error: {error}")
 
 
 def run(argv: list[str]) -> None:
@@ -261,8 +261,8 @@ def run(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     sampling, max_tokens = sampling_of(args), at_least_one("max_tokens", args.max_tokens)
-    engine, words = open_model(args.model, args.tokenizer, args.threads)
-    chat = Chat(engine, words, sampling, max_tokens, speculation_of(args, engine))
+    engine, tokenizer = open_model(args.model, args.tokenizer, args.threads)
+    chat = Chat(engine, tokenizer, sampling, max_tokens, speculation_of(args, engine))
     chat.begin(args.system)
     if args.prompt is not None:
         if reply(chat, args.prompt) == "interrupt":
@@ -273,7 +273,7 @@ def run(argv: list[str]) -> None:
         sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8", errors="replace")
     with suppress(ImportError):
         import readline  # noqa: F401 - gives input() its history and line editing; Windows' console has its own
-    tell(f"{banner(args.model, engine, sampling)}\n/help lists the commands")
+    print_status(f"{banner(args.model, engine, sampling)}\n/help lists the commands")
     converse(chat)
 
 

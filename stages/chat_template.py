@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.batches import shuffled
+from stages.batches import permute_indices
 from stages.special_tokens import END, ROLES, opener
 from stages.text_files import read_rows
 from stages.tokenizer import Tokenizer
@@ -52,13 +52,13 @@ def read_conversations(path: Path) -> Iterator[list[dict[str, str]]]:
     """
     for where, row in read_rows(path):
         try:
-            check(row.get("messages"))
+            validate_messages(row.get("messages"))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         yield row["messages"]
 
 
-def check(messages: Any) -> None:
+def validate_messages(messages: Any) -> None:
     """Raises ValueError where messages are not a list of {"role", "content"} with a system message first or nowhere."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"messages: expected a list of at least one message, got {messages!r:.60}")
@@ -88,7 +88,7 @@ def render(messages: Messages, tokenizer: Tokenizer) -> tuple[NDArray[np.int32],
     Raises:
         ValueError: a message is malformed, or the tokenizer lacks a special token.
     """
-    check(messages)
+    validate_messages(messages)
     (parts,) = _encode([messages], tokenizer)
     ids, supervised = _join(parts)
     return ids, supervised.astype(np.float32)
@@ -142,7 +142,7 @@ class Rendered:
 def render_all(
     conversations: Iterable[Messages], tokenizer: Tokenizer, *, context: int, overflow: Overflow
 ) -> Rendered:
-    """Many conversations by the chat template, those that are longer than the context dropped or cut (see `fit`).
+    """Many conversations by the chat template, those that are longer than the context dropped or cut.
 
     What follows the last answer of a conversation is left off, since nothing is learnt there; one without an answer is dropped.
 
@@ -161,7 +161,7 @@ def render_all(
                 continue
             whole = parts[: answers[-1] + 1]
             if _size(whole) > context:
-                cut = fit(whole, context) if overflow == "truncate" else None
+                cut = truncate_conversation(whole, context) if overflow == "truncate" else None
                 counts["too_long" if cut is None else "cut"] += 1
                 if cut is None:
                     continue
@@ -180,7 +180,7 @@ def render_all(
     )
 
 
-def fit(parts: list[Part], context: int) -> list[Part] | None:
+def truncate_conversation(parts: list[Part], context: int) -> list[Part] | None:
     """Cuts a rendered conversation that ends with an answer from the front until it fits; answers are never cut.
 
     In this order, as far as needed: the oldest exchanges (a user's message and all up to the next one) except the last; the
@@ -221,7 +221,7 @@ def shuffle_questions(conversations: Sequence[Messages], seed: int) -> list[list
         raise ValueError(
             f"expected at least 2 conversations with a question to shuffle them, got {len(asking)}"
         )
-    order = asking[shuffled(np.arange(len(asking)), len(asking), seed)]
+    order = asking[permute_indices(np.arange(len(asking)), len(asking), seed)]
     donors = dict(
         zip(order.tolist(), np.roll(order, -1).tolist(), strict=True)
     )  # one cycle through all of them

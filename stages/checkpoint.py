@@ -20,7 +20,7 @@ from stages.text_files import file_sha256, replacing, unwritable, write_text
 
 WEIGHTS = "weights.safetensors"
 MODEL = "model.json"
-ANEW = "run `make repro` to make it anew"
+REGENERATE_HINT = "run `make repro` to make it anew"
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,20 @@ def write_arrays(
             raise unwritable(path, error) from None
 
 
-def load(folder: Path, tokenizer_sha256: str | None = None, *, anew: str = ANEW) -> Checkpoint:
+def load(folder: Path, tokenizer_sha256: str | None = None, *, hint: str = REGENERATE_HINT) -> Checkpoint:
     """Reads and validates a checkpoint.
 
     Args:
         folder: what save wrote.
         tokenizer_sha256: of the tokenizer that will be used with it; None asks for no match.
-        anew: what to do about a checkpoint that is missing or damaged, for the message.
+        hint: what to do about a checkpoint that is missing or damaged, for the message.
 
     Raises:
         ValueError: a file is missing, half written or edited, or the checkpoint belongs to another tokenizer.
     """
     for name in (MODEL, WEIGHTS):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder / name}: expected a file of a checkpoint, found none; {anew}")
+            raise ValueError(f"{folder / name}: expected a file of a checkpoint, found none; {hint}")
     try:
         model = json.loads((folder / MODEL).read_text(encoding="utf-8"))
         if model.pop("sha256") != _json_sha256(model):
@@ -87,15 +87,15 @@ def load(folder: Path, tokenizer_sha256: str | None = None, *, anew: str = ANEW)
         config = ModelConfig(**model["config"])
         expected, trained_with = model["weights_sha256"], model["tokenizer_sha256"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{folder / MODEL}: half written or edited ({error}); {anew}") from None
+        raise ValueError(f"{folder / MODEL}: half written or edited ({error}); {hint}") from None
     if file_sha256(folder / WEIGHTS) != expected:
         raise ValueError(
-            f"{folder / WEIGHTS}: half written or edited: its sha256 is not the one in {MODEL}; {anew}"
+            f"{folder / WEIGHTS}: half written or edited: its sha256 is not the one in {MODEL}; {hint}"
         )
     if tokenizer_sha256 not in (None, trained_with):
         here = f"the tokenizer here is {str(tokenizer_sha256)[:12]}"
         raise ValueError(
-            f"{folder}: trained with the tokenizer {trained_with[:12]}, but {here}; use that or {anew}"
+            f"{folder}: trained with the tokenizer {trained_with[:12]}, but {here}; use that or {hint}"
         )
     with safe_open(folder / WEIGHTS, framework="numpy") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping

@@ -85,7 +85,7 @@ class Evaluation:
 
     Args:
         settings: eval, numerics, runtime, and whether pretraining kept documents apart.
-        words: the tokenizer.
+        tokenizer: the tokenizer.
         shards: data/shard.
         conversations: the held-out ones.
         context: of the models.
@@ -94,18 +94,18 @@ class Evaluation:
     def __init__(
         self,
         settings: Settings,
-        words: Tokenizer,
+        tokenizer: Tokenizer,
         shards: Path,
         conversations: Sequence[Messages],
         context: int,
     ) -> None:
-        self._settings, self._words, self._context = settings, words, context
-        self._held_out = open_split(shards, "val", words.sha256, words.vocab_size)
-        self._unigram = unigram_nats(open_split(shards, "train", words.sha256, words.vocab_size))
-        self._end = special_id(words, END)
+        self._settings, self._tokenizer, self._context = settings, tokenizer, context
+        self._held_out = open_split(shards, "val", tokenizer.sha256, tokenizer.vocab_size)
+        self._unigram = unigram_nats(open_split(shards, "train", tokenizer.sha256, tokenizer.vocab_size))
+        self._end = special_id(tokenizer, END)
         e = settings.eval
         self._sampling = Sampling(temperature=e.temperature, top_k=e.top_k, top_p=e.top_p, seed=e.seed)
-        self._answers = held_out_answers(conversations, words, context=context, seed=settings.eval.seed)
+        self._answers = held_out_answers(conversations, tokenizer, context=context, seed=settings.eval.seed)
         self._prompts = spread(self._short_prompts(conversations), REPLIES)
         self.counts = {
             "text_tokens": self._held_out.tokens - 1,
@@ -129,10 +129,10 @@ class Evaluation:
     def measure(self, engine: Engine, heads: int, *, chat: bool) -> Scores:
         """All scores and samples of one model."""
         rows = {"micro_batch": self._settings.eval.micro_batch, "context": self._context}
-        windows = EvalWindows(self._held_out, **rows, separator_id=special_id(self._words, SEPARATOR),
+        windows = EvalWindows(self._held_out, **rows, separator_id=special_id(self._tokenizer, SEPARATOR),
                               document_mask=self._settings.pretrain.document_mask)  # fmt: skip
         text = score_text(engine, windows, self._unigram, heads)
-        pad = special_id(self._words, PAD)
+        pad = special_id(self._tokenizer, PAD)
         true, shuffled = (
             None if each is None else score_answers(engine, eval_batches(each, **rows, pad_id=pad), self._end)
             for each in (self._answers.true, self._answers.shuffled)
@@ -144,23 +144,23 @@ class Evaluation:
         return Scores(text, true, shuffled, self._samples(engine, chat=chat), replies)
 
     def _samples(self, engine: Engine, *, chat: bool) -> list[Sample]:
-        e, words, separator = self._settings.eval, self._words, special_id(self._words, SEPARATOR)
+        e, tokenizer, separator = self._settings.eval, self._tokenizer, special_id(self._tokenizer, SEPARATOR)
         if chat:
             asked = e.chat_prompts
-            prompts = [render_prompt([{"role": "user", "content": text}], words).tolist() for text in asked]
+            prompts = [render_prompt([{"role": "user", "content": text}], tokenizer).tolist() for text in asked]
         else:
             asked = e.prompts
-            prompts = [[separator, *words.encode(text).tolist()] for text in asked]
+            prompts = [[separator, *tokenizer.encode(text).tolist()] for text in asked]
         written = generate_batch(
             engine, prompts, self._sampling, max_tokens=e.max_tokens, stop=[self._end, separator]
         )
-        return [Sample(text, words.decode(ids)) for text, ids in zip(asked, written, strict=True)]
+        return [Sample(text, tokenizer.decode(ids)) for text, ids in zip(asked, written, strict=True)]
 
     def _short_prompts(self, conversations: Iterable[Messages]) -> list[list[int]]:
         """The first question of each conversation, where it leaves half of the context to the answer."""
         questions = [question for question in map(question_of, conversations) if question]
         prompts = [
-            render_prompt(question, self._words).tolist() for question in spread(questions, 4 * REPLIES)
+            render_prompt(question, self._tokenizer).tolist() for question in spread(questions, 4 * REPLIES)
         ]
         return [prompt for prompt in prompts if len(prompt) <= self._context // 2]
 
@@ -173,7 +173,7 @@ def spread(items: Sequence[Item], count: int) -> list[Item]:
 def run(
     settings: Settings,
     *,
-    tokenizer: Path = Path("data/train_bpe/tokenizer.json"),
+    tokenizer_path: Path = Path("data/train_bpe/tokenizer.json"),
     shards: Path = Path("data/shard"),
     conversations: Path = Path("data/download/conversations.val.jsonl.zst"),
     base: Path = Path("data/pretrain/checkpoint"),
@@ -184,16 +184,16 @@ def run(
 
     Args:
         settings: eval, numerics and runtime are used, and pretrain.document_mask.
-        tokenizer, shards, conversations, base, chat: what it reads.
+        tokenizer_path, shards, conversations, base, chat: what it reads.
         folder: where it writes metrics.json, heads.csv and report.md.
 
     Raises:
         ValueError: what it reads does not belong together, or a figure is not finite.
     """
-    words = Tokenizer.load(tokenizer)
-    models = {"base": load(base, words.sha256), "chat": load(chat, words.sha256)}
+    tokenizer = Tokenizer.load(tokenizer_path)
+    models = {"base": load(base, tokenizer.sha256), "chat": load(chat, tokenizer.sha256)}
     context = models["base"].config.context
-    evaluation = Evaluation(settings, words, shards, list(read_conversations(conversations)), context)
+    evaluation = Evaluation(settings, tokenizer, shards, list(read_conversations(conversations)), context)
     scores: dict[str, Scores] = {}
     for name, model in models.items():
         engine = evaluation.engine(model)

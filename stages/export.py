@@ -43,7 +43,7 @@ DEFAULTS = {
     "kind": "",
 }
 KINDS = {"pretrain": "base", "sft": "chat"}  # of the models that the stages make
-FURTHER_HEADS = "mtp_heads.safetensors"
+MTP_HEADS_FILE = "mtp_heads.safetensors"
 FORMAT = {"format": "pt"}  # which transformers asks of a safetensors file
 
 # What each class is made of; heads that share keys and values in GPT-2 are looked at apart.
@@ -152,7 +152,7 @@ def gpt2_weights(weights: Mapping[str, np.ndarray], c: ModelConfig) -> Weights:
     return out
 
 
-def model_json(c: ModelConfig, name: str) -> dict[str, Any]:
+def hf_config(c: ModelConfig, name: str) -> dict[str, Any]:
     """config.json, without the token ids."""
     both = {
         "architectures": [name],
@@ -270,11 +270,11 @@ def export(checkpoint: Checkpoint, tokenizer: Tokenizer, output: Path, *, kind: 
     if c.mtp_heads > 1:
         # Head k of the array predicts the token k + 2 ahead: the model's own head is not among them.
         further = weights["head.weight"][0 if c.tied_head else 1 :, : c.vocab_size]
-        write_arrays(output / FURTHER_HEADS, {"heads.weight": further}, FORMAT)
+        write_arrays(output / MTP_HEADS_FILE, {"heads.weight": further}, FORMAT)
     else:
-        (output / FURTHER_HEADS).unlink(missing_ok=True)  # of an earlier export into the same folder
+        (output / MTP_HEADS_FILE).unlink(missing_ok=True)  # of an earlier export into the same folder
     ids = token_ids(tokenizer.special)
-    write_json(output / "config.json", model_json(c, name) | ids)
+    write_json(output / "config.json", hf_config(c, name) | ids)
     write_json(output / "generation_config.json", ids)
     write_json(output / "tokenizer_config.json", tokenizer_config(tokenizer, c.context))
     write_json(output / "tokenizer.json", tokenizer_json(tokenizer, begins_text=kind == "base"))

@@ -92,32 +92,32 @@ def sampling_of(args: Namespace) -> Sampling:
     return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=seed)
 
 
-def open_checkpoint(model: str, tokenizer: Path) -> tuple[Checkpoint, Tokenizer]:
+def open_checkpoint(model: str, tokenizer_path: Path) -> tuple[Checkpoint, Tokenizer]:
     """A trained model's checkpoint and its tokenizer.
 
     Args:
         model: the stage that made it, or its checkpoint's folder.
-        tokenizer: the tokenizer.json that it was trained with.
+        tokenizer_path: the tokenizer.json that it was trained with.
 
     Raises:
         ValueError: a file is missing or damaged, or the two don't belong together.
     """
     folder = Path("data", model, "checkpoint") if model in TRAINED else Path(model)
-    for path, option in ((tokenizer, "tokenizer"), (folder / MODEL, "model")):
+    for path, option in ((tokenizer_path, "tokenizer"), (folder / MODEL, "model")):
         if not path.is_file():
             raise ValueError(
                 f"{path}: no such file; `make repro` trains the models, and the option {option} names another place"
             )
-    words = Tokenizer.load(tokenizer)
-    return load(folder, words.sha256), words
+    tokenizer = Tokenizer.load(tokenizer_path)
+    return load(folder, tokenizer.sha256), tokenizer
 
 
-def open_model(model: str, tokenizer: Path, threads: int = 0) -> tuple[Engine, Tokenizer]:
+def open_model(model: str, tokenizer_path: Path, threads: int = 0) -> tuple[Engine, Tokenizer]:
     """A trained model, ready to write; threads as of Engine, all else as of `open_checkpoint`."""
-    checkpoint, words = open_checkpoint(model, tokenizer)
+    checkpoint, tokenizer = open_checkpoint(model, tokenizer_path)
     engine = Engine(checkpoint.config, Numerics(), micro_batch=1, threads=threads, seed=None, training=False)
     engine.load(checkpoint.weights)
-    return engine, words
+    return engine, tokenizer
 
 
 def speculation_of(args: Namespace, engine: Engine) -> Speculation | None:
@@ -153,16 +153,16 @@ def run(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     sampling, count = sampling_of(args), at_least_one("count", args.count)
     max_tokens = at_least_one("max_tokens", args.max_tokens)
-    engine, words = open_model(args.model, args.tokenizer, args.threads)
+    engine, tokenizer = open_model(args.model, args.tokenizer, args.threads)
     speculation = speculation_of(args, engine)
     print(banner(args.model, engine, sampling), file=sys.stderr)
-    text = words.encode(sys.stdin.buffer.read() if args.prompt == "-" else args.prompt).tolist()
-    prompt = [special_id(words, SEPARATOR), *text]
-    stop = set(words.special.values())  # the next document of a base model, the end of turn of a chat model
+    text = tokenizer.encode(sys.stdin.buffer.read() if args.prompt == "-" else args.prompt).tolist()
+    prompt = [special_id(tokenizer, SEPARATOR), *text]
+    stop = set(tokenizer.special.values())  # the next document of a base model, the end of turn of a chat model
     for number in range(count):
         show("-" * 40 + "\n" if number else "")
-        show(words.decode(prompt))
-        stream, drawn = Utf8Stream(words), replace(sampling, seed=sampling.seed + number)
+        show(tokenizer.decode(prompt))
+        stream, drawn = Utf8Stream(tokenizer), replace(sampling, seed=sampling.seed + number)
         for token in generate(
             engine, prompt, drawn, max_tokens=max_tokens, stop=stop, speculation=speculation
         ):

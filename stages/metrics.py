@@ -29,7 +29,7 @@ from stages.text_files import write_text
 TRAIN_COLUMNS = ("step", "loss", "total_loss", "lr", "grad_norm")
 VAL_COLUMNS = ("step", "val_loss", "val_bpb")
 SPEED_COLUMNS = ("step", "tokens_per_s")
-MOST_ROWS = (
+MAX_ROWS = (
     1000  # of the training curve, beside its first and newest step: enough for any plot, and Git keeps it
 )
 PLAIN_LINES = 40  # of progress over a whole run, where there is no terminal
@@ -43,7 +43,7 @@ def add_row(rows: Rows, row: Sequence[float]) -> None:
     """Appends a step's row to a curve and thins the curve: rows have the step first and come in its order.
 
     A curve holds its first step, its newest one, and each step that `every` divides. `every` is the least power of two with
-    at most MOST_ROWS such steps. So the rows depend on the steps done alone, not on how many are to come.
+    at most MAX_ROWS such steps. So the rows depend on the steps done alone, not on how many are to come.
     """
     step = int(row[0])
     every, before = _every(step), _every(step - 1)
@@ -56,13 +56,13 @@ def add_row(rows: Rows, row: Sequence[float]) -> None:
 
 def _every(step: int) -> int:
     every = 1
-    while step // every > MOST_ROWS:
+    while step // every > MAX_ROWS:
         every *= 2
     return every
 
 
 @dataclass
-class Record:
+class TrainingHistory:
     """What a run has to show so far. It travels in the resume state, so a resumed run's curves are whole.
 
     The first three are the same for the same run, however often it was stopped. The others tell of its sittings.
@@ -84,7 +84,7 @@ class Record:
     resumed_at: list[int] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON knows it; Record(**...) makes it again."""
+        """The history as JSON knows it; TrainingHistory(**...) makes it again."""
         return asdict(self)
 
     def write_curves(self, folder: Path) -> None:

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-ANEW = "; `python -m stages.params --compose` makes it anew"
+REGENERATE_HINT = "; `python -m stages.params --compose` makes it anew"
 
 # Keys of earlier versions, and what replaced each.
 RENAMED = {
@@ -36,9 +36,9 @@ def read_params(path: Path) -> dict[str, Any]:
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=True, throw_on_missing=True)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ValueError(f"{path.name}: {_one_line(error)}{ANEW}") from None
+        raise ValueError(f"{path.name}: {_one_line(error)}{REGENERATE_HINT}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path.name}: expected a mapping of sections{ANEW}")
+        raise ValueError(f"{path.name}: expected a mapping of sections{REGENERATE_HINT}")
     return {str(section): value for section, value in values.items()}
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.batch import Batch
-from stages.batches import shuffled
+from stages.batches import permute_indices
 from stages.chat_template import Rendered
 
 Row = list[int]  # the numbers of the conversations in one row, in order
@@ -83,9 +83,9 @@ class SftBatches:
         epoch, place = divmod(number, self.rows)
         if epoch != self._epoch:
             count = len(self.conversations)
-            order = shuffled(np.arange(count), count, self.seed, epoch, 1)
+            order = permute_indices(np.arange(count), count, self.seed, epoch, 1)
             self._members = order[np.argsort(-self.conversations.lengths[order], kind="stable")]
-            self._order = shuffled(np.arange(self.rows), self.rows, self.seed, epoch, 2)
+            self._order = permute_indices(np.arange(self.rows), self.rows, self.seed, epoch, 2)
             self._epoch = epoch
         return self._members[self._places[self._order[place]]].tolist()
 

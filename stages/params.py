@@ -96,7 +96,7 @@ def keep(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def check(root: Path, values: dict[str, Any]) -> None:
+def check_params_file(root: Path, values: dict[str, Any]) -> None:
     """Raises ValueError where root/params.yaml does not hold these values in this form."""
     committed = read_params(root / PARAMS)
     old, new = flat(committed), flat(values)
@@ -135,7 +135,7 @@ def run(argv: list[str]) -> None:
     values = compose(root, arguments.overrides)
     validate(values)
     if arguments.check:
-        check(root, values)
+        check_params_file(root, values)
     elif arguments.compose:
         write(root, values)
         print(f"{PARAMS} written")

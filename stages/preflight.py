@@ -71,11 +71,11 @@ def _initial_model(stage: str, settings: Settings, root: Path) -> Iterator[str]:
         yield f"pretrain: pretrain.init_from: {folder} has another model: set {' '.join(differing)}"
 
 
-def _vocab_size(settings: Settings, tokenizer: Path) -> int:
+def _vocab_size(settings: Settings, tokenizer_path: Path) -> int:
     with suppress(
         FileNotFoundError, ValueError, KeyError, TypeError
     ):  # a damaged file is named by the stage that reads it
-        return max(int(token["id"]) for token in json.loads(tokenizer.read_bytes())["added_tokens"]) + 1
+        return max(int(token["id"]) for token in json.loads(tokenizer_path.read_bytes())["added_tokens"]) + 1
     return settings.train_bpe.vocab_size
 
 
@@ -114,18 +114,18 @@ def _windows(stage: str, settings: Settings, manifest: Path) -> Iterator[str]:
             )
 
 
-def _prompts(stage: str, settings: Settings, tokenizer: Path) -> Iterator[str]:
+def _prompts(stage: str, settings: Settings, tokenizer_path: Path) -> Iterator[str]:
     """Prompts of the report that the context does not hold whole: eval itself would cut them."""
     from stages.chat_template import render_prompt
     from stages.tokenizer import Tokenizer
 
-    words, context = Tokenizer.load(tokenizer), settings.model.context
+    tokenizer, context = Tokenizer.load(tokenizer_path), settings.model.context
     sizes: list[tuple[str, int]] = []
     for number, text in enumerate(settings.eval.prompts):
-        sizes.append((f"eval.prompts[{number}]", 1 + len(words.encode(text))))
+        sizes.append((f"eval.prompts[{number}]", 1 + len(tokenizer.encode(text))))
     for number, text in enumerate(settings.eval.chat_prompts):
         sizes.append(
-            (f"eval.chat_prompts[{number}]", len(render_prompt([{"role": "user", "content": text}], words)))
+            (f"eval.chat_prompts[{number}]", len(render_prompt([{"role": "user", "content": text}], tokenizer)))
         )
     for name, size in sizes:
         if size > context:
@@ -139,23 +139,23 @@ def _conversations(stage: str, settings: Settings, data: Path) -> Iterator[str]:
     from stages.chat_template import read_conversations
     from stages.tokenizer import Tokenizer
 
-    words = Tokenizer.load(data / "train_bpe" / "tokenizer.json")
+    tokenizer = Tokenizer.load(data / "train_bpe" / "tokenizer.json")
     for split in ("train", "val"):
         path = data / "download" / f"conversations.{split}.jsonl.zst"
-        if path.is_file() and not _some_fit(read_conversations(path), words, settings):
+        if path.is_file() and not _some_fit(read_conversations(path), tokenizer, settings):
             yield (
                 f"sft: no conversation of {path} fits model.context = {settings.model.context}; give shorter ones, or set "
                 "model.context higher or sft.overflow: truncate"
             )
 
 
-def _some_fit(conversations: Iterator[list[dict[str, str]]], words: Any, settings: Settings) -> bool:
+def _some_fit(conversations: Iterator[list[dict[str, str]]], tokenizer: Any, settings: Settings) -> bool:
     from stages.chat_template import render_all
 
     def fits(chunk: Sequence[list[dict[str, str]]]) -> bool:
         try:
             return bool(
-                len(render_all(chunk, words, context=settings.model.context, overflow=settings.sft.overflow))
+                len(render_all(chunk, tokenizer, context=settings.model.context, overflow=settings.sft.overflow))
             )
         except ValueError:  # none is left
             return False
@@ -164,14 +164,14 @@ def _some_fit(conversations: Iterator[list[dict[str, str]]], words: Any, setting
     return any(fits(chunk) for chunk in chunks)
 
 
-def _memory(settings: Settings, tokenizer: Path) -> Iterator[str]:
+def _memory(settings: Settings, tokenizer_path: Path) -> Iterator[str]:
     """Micro-batches of sft and eval that do not fit the memory which pretrain's fits."""
     from kernels.devices import open_ops
     from kernels.memory import check_fits, plan
 
-    if not tokenizer.is_file():
+    if not tokenizer_path.is_file():
         return
-    config = settings.model.config(_vocab_size(settings, tokenizer))
+    config = settings.model.config(_vocab_size(settings, tokenizer_path))
     ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
     plans = {
         "sft": plan(

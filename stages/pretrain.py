@@ -24,7 +24,7 @@ from stages.settings import Settings
 from stages.shard_format import open_split
 from stages.special_tokens import SEPARATOR
 from stages.tokenizer import Tokenizer
-from stages.training import Outs, Task, Validation, announce, run_stage
+from stages.training import Outs, Task, ValidationResult, announce, run_stage
 from stages.updates import held_out_nats
 
 SAMPLE_TOKENS = 64
@@ -33,7 +33,7 @@ SAMPLE_TOKENS = 64
 def run(
     settings: Settings,
     *,
-    tokenizer: Path = Path("data/train_bpe/tokenizer.json"),
+    tokenizer_path: Path = Path("data/train_bpe/tokenizer.json"),
     shards: Path = Path("data/shard"),
     checkpoint: Path = Path("data/pretrain/checkpoint"),
     samples: Path = Path("data/pretrain/samples.txt"),
@@ -44,7 +44,7 @@ def run(
 
     Args:
         settings: model, pretrain, numerics and runtime are used.
-        tokenizer, shards: what it reads, with the checkpoint pretrain.init_from.
+        tokenizer_path, shards: what it reads, with the checkpoint pretrain.init_from.
         checkpoint, samples, curves, speed: what it writes.
 
     Raises:
@@ -52,12 +52,12 @@ def run(
             is another model's, or training failed.
         SystemExit: Ctrl-C, after the state was saved.
     """
-    words, training = Tokenizer.load(tokenizer), settings.pretrain
-    config = settings.model.config(words.vocab_size)
-    weights = initial_weights(training.initial, config, words.sha256) if training.initial else None
-    train = open_split(shards, "train", words.sha256, words.vocab_size)
-    held_out = open_split(shards, "val", words.sha256, words.vocab_size)
-    separator = words.special[SEPARATOR]  # which the tokenizer of these shards has
+    tokenizer, training = Tokenizer.load(tokenizer_path), settings.pretrain
+    config = settings.model.config(tokenizer.vocab_size)
+    weights = initial_weights(training.initial, config, tokenizer.sha256) if training.initial else None
+    train = open_split(shards, "train", tokenizer.sha256, tokenizer.vocab_size)
+    held_out = open_split(shards, "val", tokenizer.sha256, tokenizer.vocab_size)
+    separator = tokenizer.special[SEPARATOR]  # which the tokenizer of these shards has
     reading: dict[str, Any] = {"micro_batch": training.micro_batch, "context": config.context, "separator_id": separator,
                "document_mask": training.document_mask}  # fmt: skip
     batches, windows = PretrainBatches(train, seed=training.seed, **reading), EvalWindows(held_out, **reading)
@@ -74,19 +74,19 @@ def run(
         print(f"starts with the weights of {training.initial}", flush=True)
         engine.load(weights)
 
-    def validate(interrupt: Interrupt) -> Validation:
+    def validate(interrupt: Interrupt) -> ValidationResult:
         nats, targets = held_out_nats(
             engine, interrupt.checked(windows.batch(index) for index in range(len(windows)))
         )
-        return Validation(nats / targets, nats / math.log(2) / held_out.counts.bytes)
+        return ValidationResult(nats / targets, nats / math.log(2) / held_out.counts.bytes)
 
     def sample(seed: int, interrupt: Interrupt) -> str:
         sampling = Sampling(temperature=0.8, top_k=50, seed=seed)
         tokens = generate(engine, [separator], sampling, max_tokens=SAMPLE_TOKENS, stop=[separator])
-        return words.decode(interrupt.checked(tokens))
+        return tokenizer.decode(interrupt.checked(tokens))
 
-    run_stage("pretrain", settings, training, engine, config, words.sha256, Task(batches, validate, sample),
-              deps=[tokenizer, shards, *([training.initial] if training.initial else [])],
+    run_stage("pretrain", settings, training, engine, config, tokenizer.sha256, Task(batches, validate, sample),
+              deps=[tokenizer_path, shards, *([training.initial] if training.initial else [])],
               outs=Outs(checkpoint, samples, curves, speed))  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def initial_weights(folder: Path, config: ModelConfig, tokenizer_sha256: str) ->
     Raises:
         ValueError: the folder holds no such checkpoint; the message says what to set.
     """
-    found = load(folder, anew=f"set pretrain.init_from to a folder with {MODEL} and {WEIGHTS}")
+    found = load(folder, hint=f"set pretrain.init_from to a folder with {MODEL} and {WEIGHTS}")
     if found.tokenizer_sha256 != tokenizer_sha256:
         raise ValueError(
             f"pretrain.init_from: {folder} was trained with the tokenizer {found.tokenizer_sha256[:12]}, and the one "

@@ -26,7 +26,7 @@ def stage_main(name: str, run: Callable[[Settings], None]) -> None:
 
     def stage(argv: list[str]) -> None:
         settings = load(argv)
-        with nullcontext() if settings.runtime.plan else alone(name):  # a plan writes nothing
+        with nullcontext() if settings.runtime.plan else stage_lock(name):  # a plan writes nothing
             if not settings.runtime.plan:
                 look_ahead(name, settings)
             run(settings)
@@ -50,7 +50,7 @@ def look_ahead(name: str, settings: Settings) -> None:
 
 
 @contextmanager
-def alone(name: str) -> Iterator[None]:
+def stage_lock(name: str) -> Iterator[None]:
     """Waits, with a line, while another stage runs in this checkout: one may read what another is about to replace.
 
     DVC's own locks know nothing of stages run by hand, nor of one that goes on after `dvc` alone was killed. The system frees

@@ -64,12 +64,12 @@ class State:
     Args:
         step: finished updates.
         arrays: of Engine.state(): parameters, moments, with fp8 scales, and the step count.
-        record: what metrics.Record.to_dict() gives: the curves so far.
+        history: what metrics.TrainingHistory.to_dict() gives: the curves so far.
     """
 
     step: int
     arrays: dict[str, np.ndarray]
-    record: dict[str, Any]
+    history: dict[str, Any]
 
 
 class ResumeFolder:
@@ -142,7 +142,7 @@ class ResumeFolder:
             ValueError: it cannot be written.
         """
         partial = self.folder / f"{state.step:09d}.partial"
-        write_arrays(partial, state.arrays, {"record": json.dumps(state.record)})
+        write_arrays(partial, state.arrays, {"history": json.dumps(state.history)})
         # The content's hash is in the name: no state is taken for whole that was changed since.
         path = self.folder / f"{state.step:09d}-{file_sha256(partial)[:16]}.safetensors"
         os.replace(partial, path)
@@ -176,7 +176,7 @@ class ResumeFolder:
             return None
         with safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return State(_step(path), arrays, json.loads(file.metadata()["record"]))
+            return State(_step(path), arrays, json.loads(file.metadata()["history"]))
 
     def _of_earlier_runs(self) -> list[tuple[Path, int]]:
         """States of other runs that are states of this one as well, and how long those runs are; the newest state first."""

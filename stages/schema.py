@@ -14,7 +14,7 @@ from stages.sources.corpus import NOTHING
 OPTIONAL_KEYS = ("corpus", "conversations", "model")
 
 
-def check(ok: bool, key: str, expected: str, value: object) -> None:
+def require(ok: bool, key: str, expected: str, value: object) -> None:
     """Raises the ValueError of a key whose value does not fit."""
     if not ok:
         raise ValueError(f"{key}: expected {expected}, got {value!r}")
@@ -37,16 +37,16 @@ def build(kind: Any, value: Any, key: str) -> Any:
     if origin is UnionType:
         assert arguments[1:] == (NoneType,), f"{key}: a field is X or X | None"
         if arguments[0] is Path:
-            check(isinstance(value, str) and value != "", key, f"a path, or {NOTHING} to take nothing", value)
+            require(isinstance(value, str) and value != "", key, f"a path, or {NOTHING} to take nothing", value)
             return None if value == NOTHING else Path(value)
         return None if value is None else build(arguments[0], value, key)
     if origin is tuple:
-        check(isinstance(value, list), key, "a list", value)
+        require(isinstance(value, list), key, "a list", value)
         return tuple(build(arguments[0], item, f"{key}[{index}]") for index, item in enumerate(value))
     if origin is Literal:
-        check(isinstance(value, str) and value in arguments, key, f"one of {', '.join(arguments)}", value)
+        require(isinstance(value, str) and value in arguments, key, f"one of {', '.join(arguments)}", value)
         return value
-    check(_fits(kind, value), key, _describe(kind), value)
+    require(_fits(kind, value), key, _describe(kind), value)
     return float(value) if kind is float else value
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from kernels.config import Mlp, ModelConfig, Norm, Numerics, Position
 from stages.overrides import apply_overrides
-from stages.schema import build, check
+from stages.schema import build, require
 from stages.sources.corpus import NOTHING, Conversations, Corpus, check_watched
 from stages.special_tokens import NEEDED
 from stages.training_settings import Pretrain, Sft
@@ -36,13 +36,13 @@ class TrainBpe:
     def __post_init__(self) -> None:
         least = BYTES + len(self.special_tokens)
         expected = f"{least} (bytes and special tokens) to 65536 (shards hold uint16)"
-        check(least <= self.vocab_size <= 65536, "train_bpe.vocab_size", expected, self.vocab_size)
-        check(self.sample_bytes >= 1, "train_bpe.sample_bytes", "at least 1", self.sample_bytes)
+        require(least <= self.vocab_size <= 65536, "train_bpe.vocab_size", expected, self.vocab_size)
+        require(self.sample_bytes >= 1, "train_bpe.sample_bytes", "at least 1", self.sample_bytes)
         distinct = len(set(self.special_tokens)) == len(self.special_tokens) and "" not in self.special_tokens
-        check(distinct, "train_bpe.special_tokens", "distinct texts, none empty", list(self.special_tokens))
+        require(distinct, "train_bpe.special_tokens", "distinct texts, none empty", list(self.special_tokens))
         missing = [token for token in NEEDED if token not in self.special_tokens]
         needed = f"also {', '.join(missing)} (documents and the chat template need them)"
-        check(not missing, "train_bpe.special_tokens", needed, list(self.special_tokens))
+        require(not missing, "train_bpe.special_tokens", needed, list(self.special_tokens))
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         most = 2**31 - 1 - 2**20  # counts are int32, and a short end makes the last shard that much longer
-        check(
+        require(
             1000 <= self.tokens_per_shard <= most,
             "shard.tokens_per_shard",
             f"1000 to {most}",
@@ -105,15 +105,15 @@ class Eval:
     micro_batch: int
 
     def __post_init__(self) -> None:
-        check(self.max_tokens >= 1, "eval.max_tokens", "at least 1", self.max_tokens)
+        require(self.max_tokens >= 1, "eval.max_tokens", "at least 1", self.max_tokens)
         fits = (
             self.temperature == 0 or self.temperature >= 1e-6
         )  # kernels.generation.LEAST_TEMPERATURE, too slow to import
-        check(fits, "eval.temperature", "0 (greedy) or at least 1e-6", self.temperature)
-        check(self.top_k >= 0, "eval.top_k", "at least 0 (0 is off)", self.top_k)
-        check(0 < self.top_p <= 1, "eval.top_p", "above 0 and at most 1 (1 is off)", self.top_p)
-        check(self.seed >= 0, "eval.seed", "at least 0", self.seed)
-        check(self.micro_batch >= 1, "eval.micro_batch", "at least 1", self.micro_batch)
+        require(fits, "eval.temperature", "0 (greedy) or at least 1e-6", self.temperature)
+        require(self.top_k >= 0, "eval.top_k", "at least 0 (0 is off)", self.top_k)
+        require(0 < self.top_p <= 1, "eval.top_p", "above 0 and at most 1 (1 is off)", self.top_p)
+        require(self.seed >= 0, "eval.seed", "at least 0", self.seed)
+        require(self.micro_batch >= 1, "eval.micro_batch", "at least 1", self.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Runtime:
     plan: bool
 
     def __post_init__(self) -> None:
-        check(self.threads >= 0, "runtime.threads", "at least 0 (0 is all cores)", self.threads)
+        require(self.threads >= 0, "runtime.threads", "at least 0 (0 is all cores)", self.threads)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def validate(values: Mapping[str, Any]) -> Settings:
         ("conversations", settings.conversations.sources, settings.conversations.local_path),
     ):
         check_watched(name, sources, local_path)
-    check(
+    require(
         settings.shard.pretokenized is None or settings.train_bpe.pretrained is not None,
         "train_bpe.pretrained",
         "shard.pretokenized's tokenizer",
@@ -182,7 +182,7 @@ def validate(values: Mapping[str, Any]) -> Settings:
     heads = settings.model.mtp_heads
     for section in (settings.pretrain, settings.sft):
         weights, name = section.mtp_loss_weights, f"{type(section).__name__.lower()}.mtp_loss_weights"
-        check(len(weights) >= heads, name, f"a weight for each of model.mtp_heads = {heads}", list(weights))
+        require(len(weights) >= heads, name, f"a weight for each of model.mtp_heads = {heads}", list(weights))
         settings = replace(
             settings, **{type(section).__name__.lower(): replace(section, mtp_loss_weights=weights[:heads])}
         )

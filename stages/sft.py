@@ -21,7 +21,7 @@ from stages.program import stage_main
 from stages.settings import Settings
 from stages.special_tokens import END, PAD
 from stages.tokenizer import Tokenizer
-from stages.training import Outs, Task, Validation, announce, run_stage
+from stages.training import Outs, Task, ValidationResult, announce, run_stage
 from stages.updates import held_out_nats
 
 SAMPLE_TOKENS = 64
@@ -30,7 +30,7 @@ SAMPLE_TOKENS = 64
 def run(
     settings: Settings,
     *,
-    tokenizer: Path = Path("data/train_bpe/tokenizer.json"),
+    tokenizer_path: Path = Path("data/train_bpe/tokenizer.json"),
     base: Path = Path("data/pretrain/checkpoint"),
     train: Path = Path("data/download/conversations.train.jsonl.zst"),
     val: Path = Path("data/download/conversations.val.jsonl.zst"),
@@ -43,15 +43,15 @@ def run(
 
     Args:
         settings: sft, numerics and runtime are used; the model is the checkpoint's.
-        tokenizer, base, train, val: what it reads.
+        tokenizer_path, base, train, val: what it reads.
         checkpoint, samples, curves, speed: what it writes.
 
     Raises:
         ValueError: base model and tokenizer or weights of heads don't belong together, no conversation fits, or training failed.
         SystemExit: Ctrl-C, after the state was saved.
     """
-    words, training = Tokenizer.load(tokenizer), settings.sft
-    start = load(base, words.sha256)
+    tokenizer, training = Tokenizer.load(tokenizer_path), settings.sft
+    start = load(base, tokenizer.sha256)
     config = start.config
     if (given := len(training.mtp_loss_weights)) != config.mtp_heads:
         raise ValueError(f"sft.mtp_loss_weights: expected a weight for each of the {config.mtp_heads} heads of {base}, "
@@ -69,38 +69,38 @@ def run(
     packing = {
         "micro_batch": training.micro_batch,
         "context": config.context,
-        "pad_id": special_id(words, PAD),
+        "pad_id": special_id(tokenizer, PAD),
     }
-    learnt, held_out = (render_all(read_conversations(path), words, context=config.context, overflow=training.overflow)
+    learnt, held_out = (render_all(read_conversations(path), tokenizer, context=config.context, overflow=training.overflow)
                         for path in (train, val))  # fmt: skip
     print(f"training: {learnt.describe()}\nvalidation: {held_out.describe()}", flush=True)
     batches, windows = (
         SftBatches(learnt, seed=training.seed, **packing),
         EvalConversations(held_out, **packing),
     )
-    answer_bytes = int(words.token_lengths[held_out.ids[held_out.supervised]].sum())
+    answer_bytes = int(tokenizer.token_lengths[held_out.ids[held_out.supervised]].sum())
     beginnings = (
         list(takewhile(lambda message: message["role"] != "assistant", one))
         for one in read_conversations(val)
     )
     question = next(filter(None, beginnings), [{"role": "user", "content": "Hello."}])
-    prompt = render_prompt(question, words)[-(config.context // 2) :]  # leaves room for an answer
+    prompt = render_prompt(question, tokenizer)[-(config.context // 2) :]  # leaves room for an answer
 
-    def validate(interrupt: Interrupt) -> Validation:
+    def validate(interrupt: Interrupt) -> ValidationResult:
         nats, targets = held_out_nats(
             engine, interrupt.checked(windows.batch(index) for index in range(len(windows)))
         )
-        return Validation(nats / targets, nats / math.log(2) / answer_bytes)
+        return ValidationResult(nats / targets, nats / math.log(2) / answer_bytes)
 
     def sample(seed: int, interrupt: Interrupt) -> str:
         sampling = Sampling(temperature=0.8, top_k=50, seed=seed)
         answer = generate(
-            engine, prompt.tolist(), sampling, max_tokens=SAMPLE_TOKENS, stop=[special_id(words, END)]
+            engine, prompt.tolist(), sampling, max_tokens=SAMPLE_TOKENS, stop=[special_id(tokenizer, END)]
         )
-        return f"{question[-1]['content']} -> {words.decode(interrupt.checked(answer))}"
+        return f"{question[-1]['content']} -> {tokenizer.decode(interrupt.checked(answer))}"
 
-    run_stage("sft", settings, training, engine, config, words.sha256, Task(batches, validate, sample),
-              deps=[tokenizer, base, train, val], outs=Outs(checkpoint, samples, curves, speed))  # fmt: skip
+    run_stage("sft", settings, training, engine, config, tokenizer.sha256, Task(batches, validate, sample),
+              deps=[tokenizer_path, base, train, val], outs=Outs(checkpoint, samples, curves, speed))  # fmt: skip
 
 
 def main() -> None:

@@ -17,13 +17,13 @@ import numpy as np
 from kernels.config import ModelConfig
 from kernels.engine import AdamW, Engine
 from stages import checkpoint
-from stages.batches import Ahead, Batches
+from stages.batches import Batches, BatchPrefetcher
 from stages.interrupt import EXIT_CODE, Interrupt, Interrupted
 from stages.metrics import (
     Display,
     Progress,
-    Record,
     Speed,
+    TrainingHistory,
     add_row,
     now,
     open_display,
@@ -39,7 +39,7 @@ LIVE_S = 5.0  # seconds between two writes of the curves while a run is under wa
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidationResult:
     """Loss of held-out text: `loss` in nats a target, and in bits per UTF-8 byte of it."""
 
     loss: float
@@ -57,7 +57,7 @@ class Task:
     """
 
     batches: Batches
-    validate: Callable[[Interrupt], Validation]
+    validate: Callable[[Interrupt], ValidationResult]
     sample: Callable[[int, Interrupt], str]
 
 
@@ -96,10 +96,10 @@ class _Sitting:
             resume,
             display,
         )
-        self.outs, self.step, self.record = outs, 0, Record()
+        self.outs, self.step, self.history = outs, 0, TrainingHistory()
         self._restore()
         self.saved = True  # whether the newest state holds all there is
-        self._speed, self._begun, self._before_s = Speed(), time.perf_counter(), self.record.seconds
+        self._speed, self._begun, self._before_s = Speed(), time.perf_counter(), self.history.seconds
         self._write_at = self._begun + LIVE_S
 
     def _restore(self) -> None:
@@ -109,14 +109,14 @@ class _Sitting:
             return
         full = "exp_avg" in state.arrays
         self.engine.load_state(state.arrays if full else {**self.engine.state(), **state.arrays})
-        self.step, self.record = state.step, Record(**state.record)
-        self.record.val = [
-            row for row in self.record.val if due(int(row[0]), training.val_every, training.steps)
+        self.step, self.history = state.step, TrainingHistory(**state.history)
+        self.history.val = [
+            row for row in self.history.val if due(int(row[0]), training.val_every, training.steps)
         ]
-        self.record.samples = [
-            one for one in self.record.samples if due(one[0], training.sample_every, training.steps)
+        self.history.samples = [
+            one for one in self.history.samples if due(one[0], training.sample_every, training.steps)
         ]
-        self.record.resumed_at.append(state.step)
+        self.history.resumed_at.append(state.step)
 
     def go_on(self, interrupt: Interrupt) -> None:
         """Trains to the last step and saves it.
@@ -129,13 +129,13 @@ class _Sitting:
         optimizer = AdamW(
             training.beta1, training.beta2, training.eps, training.weight_decay, training.grad_clip
         )
-        ahead = Ahead(
+        prefetcher = BatchPrefetcher(
             self.task.batches, training.grad_accum_steps, training.steps, len(training.mtp_loss_weights)
         )
         while self.step < training.steps:
             interrupt.check()
             begun, lr = time.perf_counter(), learning_rate(self.step, training)
-            batches, meanwhile = ahead.of(self.step), partial(ahead.fetch, self.step + 1)
+            batches, meanwhile = prefetcher.get(self.step), partial(prefetcher.fetch, self.step + 1)
             outcome = train_step(
                 self.engine, batches, training.mtp_loss_weights, optimizer, lr, meanwhile, interrupt.section
             )
@@ -146,8 +146,8 @@ class _Sitting:
             )
             self.step, self.saved = self.step + 1, False
             self._check_finite(outcome, lr)
-            add_row(self.record.train, (self.step, outcome.loss, outcome.total_loss, lr, outcome.grad_norm))
-            add_row(self.record.speed, (self.step, tokens_per_s))
+            add_row(self.history.train, (self.step, outcome.loss, outcome.total_loss, lr, outcome.grad_norm))
+            add_row(self.history.speed, (self.step, tokens_per_s))
             self._report(interrupt)
             if (
                 due(self.step, training.checkpoint_every, training.steps)
@@ -158,28 +158,28 @@ class _Sitting:
                 with suppress(ValueError):  # a preview; with the next state the same files must be written
                     self._write_curves()
             left_s = self._speed.left_s(training.steps - self.step, time.perf_counter() - self._begun)
-            bpb = self.record.val[-1][2] if self.record.val else None
+            bpb = self.history.val[-1][2] if self.history.val else None
             self.display.update(Progress(self.step, training.steps, **asdict(outcome), lr=lr, tokens_per_s=tokens_per_s,
                                          left_s=left_s, val_bpb=bpb))  # fmt: skip
         self.save()
 
     def _report(self, interrupt: Interrupt) -> None:
-        """The validation and the sample that are due after this step, unless the record has them."""
-        step, training, record = self.step, self.training, self.record
-        if due(step, training.val_every, training.steps) and not (record.val and record.val[-1][0] == step):
+        """The validation and the sample that are due after this step, unless the history has them."""
+        step, training, history = self.step, self.training, self.history
+        if due(step, training.val_every, training.steps) and not (history.val and history.val[-1][0] == step):
             with interrupt.section():
                 result = self.task.validate(interrupt)
-            record.val.append((step, result.loss, result.bits_per_byte))
+            history.val.append((step, result.loss, result.bits_per_byte))
             self.saved = False
             self.display.say(
                 f"step {step}  val loss {result.loss:.4f}  val bits/byte {result.bits_per_byte:.4f}"
             )
         if due(step, training.sample_every, training.steps) and not (
-            record.samples and record.samples[-1][0] == step
+            history.samples and history.samples[-1][0] == step
         ):
             with interrupt.section():
                 text = self.task.sample(training.seed + step, interrupt)
-            record.samples.append((step, text))
+            history.samples.append((step, text))
             self.saved = False
             self.display.say(f"step {step}  sample: {text!r}")
 
@@ -197,16 +197,16 @@ class _Sitting:
             )
         if self.step == self.training.steps != self.resume.work.trunk_steps:
             arrays = {name: array for name, array in arrays.items() if not name.startswith("exp_avg")}
-        self.record.seconds = self._before_s + time.perf_counter() - self._begun
-        self.resume.save(State(self.step, arrays, self.record.to_dict()))
+        self.history.seconds = self._before_s + time.perf_counter() - self._begun
+        self.resume.save(State(self.step, arrays, self.history.to_dict()))
         self.saved = True
         self._write_curves()
 
     def _write_curves(self) -> None:
         """Writes the curves so far; the next time when LIVE_S have passed, or a hundred times what writing took."""
         begun = time.perf_counter()
-        self.record.write_curves(self.outs.curves)
-        self.record.write_speed(self.outs.speed)
+        self.history.write_curves(self.outs.curves)
+        self.history.write_speed(self.outs.speed)
         done = time.perf_counter()
         self._write_at = done + max(LIVE_S, 100 * (done - begun))
 
@@ -224,7 +224,7 @@ class _Sitting:
 
 def train(
     engine: Engine, training: Training, task: Task, *, resume: ResumeFolder, display: Display, outs: Outs
-) -> Record:
+) -> TrainingHistory:
     """Trains from the newest resume state, or from where the engine stands, to training.steps.
 
     Args:
@@ -255,7 +255,7 @@ def train(
             display.say(saved if sitting.step else nothing)
     if interrupt.requested:  # also after the last step: the stages behind this one must not start
         raise SystemExit(EXIT_CODE)
-    return sitting.record
+    return sitting.history
 
 
 def announce(name: str, engine: Engine, config: ModelConfig) -> None:
@@ -303,18 +303,18 @@ def run_stage(
         resume_root().parent / "runs" / f"{name}-{work.fingerprint}",
     )
     with display, ResumeFolder(work, resume_root(), display.say) as resume:
-        record = train(engine, training, task, resume=resume, display=display, outs=outs)
+        history = train(engine, training, task, resume=resume, display=display, outs=outs)
         checkpoint.save(outs.checkpoint, engine.weights(), config, tokenizer_sha256)
-        record.write_curves(outs.curves)
-        record.write_samples(outs.samples)
+        history.write_curves(outs.curves)
+        history.write_samples(outs.samples)
         for path in (outs.speed, own / "speed.csv"):
-            record.write_speed(path)
+            history.write_speed(path)
         if not (
             resume.finished and (own / "provenance.json").exists()
         ):  # else it tells of the sittings that made this model
             write_provenance(
                 own / "provenance.json", stage=name, fingerprint=work.fingerprint, started=started, ended=now(),
-                seconds=round(record.seconds, 1), resumed_at=record.resumed_at, device=engine.device,
+                seconds=round(history.seconds, 1), resumed_at=history.resumed_at, device=engine.device,
                 engine=engine.describe(), parameters=asdict(settings),
             )  # fmt: skip
         resume.finish()

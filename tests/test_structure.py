@@ -36,6 +36,7 @@ MODULES = (
     "shard_writer",
     "special_tokens",
     "text_files",
+    "trained_stages",
     "training",
     "training_settings",
     "updates",

@@ -13,14 +13,14 @@ from stages.tokenizer import Tokenizer
 from stages.tokenizer.file_format import BYTE_ORDER, Vocabulary
 
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-WORDS = Tokenizer(Vocabulary([bytes([byte]) for byte in BYTE_ORDER], [], {}).with_special(SPECIAL, "test"))
-END = WORDS.special["<|end|>"]
+TOKENIZER = Tokenizer(Vocabulary([bytes([byte]) for byte in BYTE_ORDER], [], {}).with_special(SPECIAL, "test"))
+END = TOKENIZER.special["<|end|>"]
 CTRL_C = -1  # in a script: the user presses it while this token is computed
 
 
 def ids(text: str) -> list[int]:
     """The ids of a text, one a byte."""
-    return WORDS.encode(text).tolist()
+    return TOKENIZER.encode(text).tolist()
 
 
 @dataclass
@@ -44,7 +44,7 @@ class ScriptedEngine:
     micro_batch: int = 1
 
     def __post_init__(self) -> None:
-        self.config = ModelConfig(WORDS.vocab_size, 1, 1, 1, 4, 4, self.context)
+        self.config = ModelConfig(TOKENIZER.vocab_size, 1, 1, 1, 4, 4, self.context)
         self._rest: list[int] = []
         self._begins = False
 
@@ -70,9 +70,9 @@ class ScriptedEngine:
             token = self._rest.pop(0)
             if token == CTRL_C:
                 raise KeyboardInterrupt
-            likely = np.arange(WORDS.vocab_size) == token
+            likely = np.arange(TOKENIZER.vocab_size) == token
             yield np.array(
-                [np.where(np.isin(np.arange(WORDS.vocab_size), banned), -1, likely).argmax()], np.int32
+                [np.where(np.isin(np.arange(TOKENIZER.vocab_size), banned), -1, likely).argmax()], np.int32
             )
 
     def describe(self) -> str:
@@ -82,8 +82,8 @@ class ScriptedEngine:
 
 def write_model(root: Path, *, context: int = 32, mtp_heads: int = 1) -> None:
     """An untrained model as base and chat checkpoint, and its tokenizer, where the pipeline has them below `root`."""
-    config = ModelConfig(WORDS.vocab_size, 1, 2, 1, 8, 8, context, mtp_heads)
+    config = ModelConfig(TOKENIZER.vocab_size, 1, 2, 1, 8, 8, context, mtp_heads)
     weights = Engine(config, Numerics(), micro_batch=1, seed=1, training=False).weights()
-    WORDS.save(root / "data/train_bpe/tokenizer.json")
+    TOKENIZER.save(root / "data/train_bpe/tokenizer.json")
     for stage in ("pretrain", "sft"):
-        save(root / "data" / stage / "checkpoint", weights, config, WORDS.sha256)
+        save(root / "data" / stage / "checkpoint", weights, config, TOKENIZER.sha256)

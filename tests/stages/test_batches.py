@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.batch import Batch
-from stages.batches import Ahead, EvalWindows, PretrainBatches, sequential_batch, shuffled
+from stages.batches import BatchPrefetcher, EvalWindows, PretrainBatches, permute_indices, sequential_batch
 from stages.shard_format import Counts, ShardSet, open_split, shard_path
 from stages.shard_writer import write_index, write_shard
 
@@ -49,26 +49,26 @@ def windows(shards: ShardSet, *, micro_batch: int = 3, context: int = 8, within:
 def test_shuffled_is_a_permutation(count: int, seed: int, epoch: int) -> None:
     """Catches a window read twice and another never, at sizes around powers of two and of four."""
     places = np.arange(count)
-    assert sorted(shuffled(places, count, seed, epoch).tolist()) == places.tolist()
+    assert sorted(permute_indices(places, count, seed, epoch).tolist()) == places.tolist()
 
 
 def test_shuffled_mixes() -> None:
     """Catches a permutation that keeps order or neighbours: over keys, each of 5! orders of five is about as frequent."""
     orders: dict[tuple[int, ...], int] = {}
     for key in range(2400):
-        drawn = tuple(shuffled(np.arange(5), 5, key).tolist())
+        drawn = tuple(permute_indices(np.arange(5), 5, key).tolist())
         orders[drawn] = orders.get(drawn, 0) + 1
     assert len(orders) == 120
     # 20 each expected; a count is binomial with a deviation of 4.5, and six deviations are beyond chance.
     assert max(orders.values()) < 20 + 6 * 4.5
-    order = shuffled(np.arange(10_000), 10_000, 1, 2)
+    order = permute_indices(np.arange(10_000), 10_000, 1, 2)
     assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.06  # 6 deviations of 1 / sqrt(10,000)
 
 
 def test_shuffled_is_pinned() -> None:
     """Catches an order that changes with a version or machine, which breaks resuming, and memory that grows with count."""
-    assert shuffled(np.arange(6), 6, 1337, 0).tolist() == [2, 3, 4, 0, 5, 1]
-    assert shuffled(np.array([0, 1, 10**15]), 10**15 + 1, 7).tolist() == [
+    assert permute_indices(np.arange(6), 6, 1337, 0).tolist() == [2, 3, 4, 0, 5, 1]
+    assert permute_indices(np.array([0, 1, 10**15]), 10**15 + 1, 7).tolist() == [
         634570131150467,
         783249768905123,
         249663890242967,
@@ -211,9 +211,9 @@ def test_updates_batches_come_in_order_each_once_whether_fetched_ahead_or_not() 
             numbers = np.full((1, 4), index, np.int32)
             return Batch(numbers, numbers, np.zeros_like(numbers), np.ones((1, 4), np.float32))
 
-    ahead = Ahead(Source(), accum=2, updates=3, mtp_heads=2)
+    prefetcher = BatchPrefetcher(Source(), accum=2, updates=3, mtp_heads=2)
     for step in range(3):
-        assert [int(batch.tokens[0, 0]) for batch in ahead.of(step)] == [2 * step, 2 * step + 1]
+        assert [int(batch.tokens[0, 0]) for batch in prefetcher.get(step)] == [2 * step, 2 * step + 1]
         if step != 1:  # as where nothing calls it
-            ahead.fetch(step + 1)
+            prefetcher.fetch(step + 1)
     assert asked == list(range(6))

@@ -9,19 +9,19 @@ import pytest
 
 from kernels.generation import Sampling
 from stages import chat
-from stages.chat import Chat, converse, obey, reply
+from stages.chat import Chat, converse, reply, run_command
 from stages.chat_template import render_prompt
 from stages.generate import open_model
-from tests.stages.scripted_engine import CTRL_C, END, WORDS, ScriptedEngine, ids, write_model
+from tests.stages.scripted_engine import CTRL_C, END, TOKENIZER, ScriptedEngine, ids, write_model
 
 GREEDY = Sampling(temperature=0)
-USER, ASSISTANT = WORDS.special["<|user|>"], WORDS.special["<|assistant|>"]
+USER, ASSISTANT = TOKENIZER.special["<|user|>"], TOKENIZER.special["<|assistant|>"]
 
 
 def talk(*answers: list[int], context: int = 64, max_tokens: int = 100) -> tuple[Chat, ScriptedEngine]:
     """A chat with an engine that writes these ids."""
     engine = ScriptedEngine(context, list(answers))
-    return Chat(engine, WORDS, GREEDY, max_tokens), engine  # type: ignore[arg-type]
+    return Chat(engine, TOKENIZER, GREEDY, max_tokens), engine  # type: ignore[arg-type]
 
 
 def says(text: str) -> list[int]:
@@ -71,7 +71,7 @@ def test_special_tokens_never_in_an_answer(capsys: pytest.CaptureFixture[str]) -
 def test_streams_whole_characters() -> None:
     one, _ = talk([*ids("a\u20ac\U0001f600b"), ids("\u20ac")[0], END])
     shown: list[str] = []
-    assert one.answer(one.fit("?")[0], shown.append) == "model"
+    assert one.answer(one.truncate_history("?")[0], shown.append) == "model"
     assert [text for text in shown if text] == ["a", "\u20ac", "\U0001f600", "b", "\ufffd"]
     assert one.messages[-1]["content"] == "a\u20ac\U0001f600b", (
         "the mark of a broken character is no part of the conversation"
@@ -89,7 +89,7 @@ def test_ctrl_c_stops_the_answer_only(
     assert printed.out == "Well\nGo on.\n"
     assert printed.err == "(stopped)\n"
     assert [message["content"] for message in one.messages] == ["first", "Well", "second", "Go on."]
-    assert engine.prompts[1] == render_prompt(one.messages[:3], WORDS).tolist()
+    assert engine.prompts[1] == render_prompt(one.messages[:3], TOKENIZER).tolist()
 
 
 # Ctrl-C before anything is asked must not leave either; the end of the input and /exit do.
@@ -113,7 +113,7 @@ def test_oldest_turns_are_left_out_whole(capsys: pytest.CaptureFixture[str]) -> 
     for question in ("abcd", "efgh", "ijkl"):
         reply(one, question)
     assert len(engine.prompts[1]) == 12 + 7
-    assert engine.prompts[2] == render_prompt(one.messages[:3], WORDS).tolist()
+    assert engine.prompts[2] == render_prompt(one.messages[:3], TOKENIZER).tolist()
     assert [message["content"] for message in one.messages] == ["efgh", "5678", "ijkl", "90"]
     assert capsys.readouterr().err == "(the context is full: the oldest 1 turn left out)\n"
 
@@ -144,11 +144,11 @@ def test_max_tokens(capsys: pytest.CaptureFixture[str]) -> None:
 def test_commands_change_settings() -> None:
     one, _ = talk()
     for command in ("/temperature 0.7", "/top_k 7", "/top_p  0.9", "/seed 3", "/max_tokens 11"):
-        obey(one, command)
+        run_command(one, command)
     assert one.sampling == Sampling(temperature=0.7, top_k=7, top_p=0.9, seed=3)
     assert one.max_tokens == 11
     assert (
-        obey(one, "/show")
+        run_command(one, "/show")
         == "temperature 0.7, top_k 7, top_p 0.9, seed 3, max_tokens 11; 0 turns, 0 of 64 tokens"
     )
     before = one.describe()
@@ -162,7 +162,7 @@ def test_commands_change_settings() -> None:
         "/max_tokens 0",
     ):
         with pytest.raises(ValueError, match=f"^{command[1:].split()[0]}: expected .*, got "):
-            obey(one, command)
+            run_command(one, command)
         assert one.describe() == before
 
 
@@ -172,7 +172,7 @@ def test_help_and_unknown_command(
 ) -> None:
     one, engine = talk()
     for name in (*chat.SETTINGS, "show", "reset", "exit"):
-        assert f"/{name} " in obey(one, "/help")
+        assert f"/{name} " in run_command(one, "/help")
     inputs(monkeypatch, "/temprature 1", "/")
     converse(one)
     assert capsys.readouterr().err.startswith("error: /temprature: no such command; /help lists them\n")
@@ -183,30 +183,30 @@ def test_help_and_unknown_command(
 def test_reset() -> None:
     one, engine = talk(says("a"), says("b"))
     reply(one, "first")
-    obey(one, "/reset")
+    run_command(one, "/reset")
     reply(one, "second")
-    assert engine.prompts[1] == render_prompt([{"role": "user", "content": "second"}], WORDS).tolist()
+    assert engine.prompts[1] == render_prompt([{"role": "user", "content": "second"}], TOKENIZER).tolist()
 
 
-SYSTEM = [WORDS.special["<|system|>"], *ids("Be brief."), END]
+SYSTEM = [TOKENIZER.special["<|system|>"], *ids("Be brief."), END]
 
 
 # The model is trained on system messages; one that is dropped with the oldest turns would be forgotten in the middle of a talk.
 def test_system_message_stays(capsys: pytest.CaptureFixture[str]) -> None:
     one, engine = talk(*[says("ok")] * 6, context=40, max_tokens=4)
-    assert obey(one, "/system Be brief.") == "a new conversation, behind this system message"
+    assert run_command(one, "/system Be brief.") == "a new conversation, behind this system message"
     for letter in "abcd":
         reply(one, letter * 5)
     assert "the context is full: the oldest" in capsys.readouterr().err
     assert all(prompt[: len(SYSTEM)] == SYSTEM and prompt.count(SYSTEM[0]) == 1 for prompt in engine.prompts)
     assert all(len(prompt) <= 40 - 4 for prompt in engine.prompts)
-    assert len(engine.prompts[1]) > len(engine.prompts[0]) and "system message 'Be brief.'" in obey(
+    assert len(engine.prompts[1]) > len(engine.prompts[0]) and "system message 'Be brief.'" in run_command(
         one, "/show"
     )
-    obey(one, "/reset")
+    run_command(one, "/reset")
     reply(one, "e")
     assert engine.prompts[-1] == [*SYSTEM, USER, *ids("e"), END, ASSISTANT]
-    assert obey(one, "/system") == "a new conversation, without a system message"
+    assert run_command(one, "/system") == "a new conversation, without a system message"
     reply(one, "f")
     assert engine.prompts[-1] == [USER, *ids("f"), END, ASSISTANT]
 
@@ -218,7 +218,7 @@ def test_a_system_message_that_leaves_no_room() -> None:
     with pytest.raises(
         ValueError, match=r"^the system message takes 25 tokens of the 20 that the model reads; shorten it$"
     ):
-        obey(one, "/system " + "x" * 20)
+        run_command(one, "/system " + "x" * 20)
     assert one.system == "Be brief."
 
 
@@ -269,7 +269,7 @@ def test_system_message_of_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ScriptedEngine(64, [says("ok")])
-    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, WORDS))
+    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, TOKENIZER))
     chat.run(["--prompt", "?", "--system", "Be brief.", "--temperature", "0"])
     assert engine.prompts == [[*SYSTEM, USER, *ids("?"), END, ASSISTANT]]
     assert capsys.readouterr().out == "ok\n"
@@ -287,14 +287,14 @@ def test_piped_lines(monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str
 
 # Every answer of a conversation with the same draws would repeat itself; a seed set again must repeat the answers.
 def test_seed_counts_up_by_answer(monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
-    engine, words = open_model("sft", Path("data/train_bpe/tokenizer.json"))
-    one = Chat(engine, words, Sampling(seed=1), 8)
+    engine, tokenizer = open_model("sft", Path("data/train_bpe/tokenizer.json"))
+    one = Chat(engine, tokenizer, Sampling(seed=1), 8)
 
     def answers() -> list[str]:
         contents = []
         for _ in range(2):
             one.messages = []  # the same question again, as if it were the first
-            one.answer(one.fit("a")[0], lambda text: None)
+            one.answer(one.truncate_history("a")[0], lambda text: None)
             contents.append(one.messages[-1]["content"])
         return contents
 
@@ -303,7 +303,7 @@ def test_seed_counts_up_by_answer(monkeypatch: pytest.MonkeyPatch, trained: Path
     one.reset()
     assert answers() == first
     assert answers() != first
-    obey(one, "/seed 1")
+    run_command(one, "/seed 1")
     assert answers() == first
 
 
@@ -312,7 +312,7 @@ def test_ctrl_c_ends_the_one_shot_form(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ScriptedEngine(64, [[*ids("ab"), CTRL_C]])
-    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, WORDS))
+    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, TOKENIZER))
     monkeypatch.setattr(sys, "argv", ["chat", "--prompt", "?", "--temperature", "0"])
     with pytest.raises(SystemExit) as end:
         chat.main()

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.chat_template import (
-    check,
     read_conversations,
     render,
     render_all,
     render_prompt,
     shuffle_questions,
+    validate_messages,
 )
 from stages.text_files import RowWriter, atomic_file
 from stages.tokenizer import Tokenizer
@@ -140,7 +140,7 @@ def test_learned_merges_stay_within_the_template() -> None:
 def test_malformed_messages_are_named(messages: Any, message: str) -> None:
     """Catches a KeyError or a silently ignored role deep in training."""
     with pytest.raises(ValueError, match=message):
-        check(messages)
+        validate_messages(messages)
 
 
 def test_reader_names_file_and_line(tmp_path: Path) -> None:

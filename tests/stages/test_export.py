@@ -17,9 +17,9 @@ from stages import export
 from stages.checkpoint import Checkpoint, save
 from stages.tokenizer import Tokenizer
 from stages.tokenizer.file_format import BYTE_ORDER, Vocabulary
-from tests.stages.scripted_engine import WORDS
+from tests.stages.scripted_engine import TOKENIZER
 
-VOCAB = WORDS.vocab_size
+VOCAB = TOKENIZER.vocab_size
 EULER = ModelConfig(VOCAB, layers=2, heads=3, kv_heads=1, dim=12, ffn=10, context=7, mtp_heads=3)
 GPT2 = replace(
     EULER,
@@ -40,13 +40,13 @@ def checkpoint_of(config: ModelConfig) -> Checkpoint:
     for name, array in weights.items():
         weights[name] = np.arange(first, first + array.size, dtype=np.float32).reshape(array.shape)
         first += array.size
-    return Checkpoint(weights, config, WORDS.sha256)
+    return Checkpoint(weights, config, TOKENIZER.sha256)
 
 
 def exported(config: ModelConfig, output: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Checkpoint]:
     """The weights and config.json that a model's export holds, and the model."""
     made = checkpoint_of(config)
-    export.export(made, WORDS, output, kind="chat")
+    export.export(made, TOKENIZER, output, kind="chat")
     return (
         load_file(output / "model.safetensors"),
         json.loads((output / "config.json").read_text(encoding="utf-8")),
@@ -117,7 +117,7 @@ def test_padding_is_cut_whatever_there_is_of_it(vocab_size: int, tmp_path: Path)
     tensors, content, made = exported(config, tmp_path)
     assert tensors["model.embed_tokens.weight"].shape == (vocab_size, 12) and "lm_head.weight" not in tensors
     assert content["vocab_size"] == vocab_size and content["tie_word_embeddings"] is True
-    further = load_file(tmp_path / export.FURTHER_HEADS)["heads.weight"]
+    further = load_file(tmp_path / export.MTP_HEADS_FILE)["heads.weight"]
     assert np.array_equal(further, made.weights["head.weight"][:, :vocab_size]) and further.shape == (
         2,
         vocab_size,
@@ -128,7 +128,7 @@ def test_padding_is_cut_whatever_there_is_of_it(vocab_size: int, tmp_path: Path)
 def test_further_heads_stand_beside_the_model(tmp_path: Path) -> None:
     """Would catch head 0 among them, and heads that an earlier export left behind."""
     _, _, made = exported(EULER, tmp_path)
-    further = load_file(tmp_path / export.FURTHER_HEADS)["heads.weight"]
+    further = load_file(tmp_path / export.MTP_HEADS_FILE)["heads.weight"]
     assert np.array_equal(further, made.weights["head.weight"][1:, :VOCAB])
     exported(replace(EULER, mtp_heads=1), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -140,7 +140,7 @@ def test_token_ids_and_chat_template(tmp_path: Path) -> None:
     """Would catch a pad token that ends texts, an answer that never ends, and a template without a mask of the answers."""
     exported(EULER, tmp_path)
     ids = json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8"))
-    separator, end, pad = (WORDS.special[name] for name in ("<|endoftext|>", "<|end|>", "<|pad|>"))
+    separator, end, pad = (TOKENIZER.special[name] for name in ("<|endoftext|>", "<|end|>", "<|pad|>"))
     assert ids == {"eos_token_id": [separator, end], "bos_token_id": separator, "pad_token_id": pad}
     words = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert (
@@ -149,7 +149,7 @@ def test_token_ids_and_chat_template(tmp_path: Path) -> None:
     assert (
         "{%- generation -%}" in words["chat_template"] and "{%- endgeneration -%}" in words["chat_template"]
     )
-    assert Tokenizer.load(tmp_path / "tokenizer.json").sha256 == WORDS.sha256
+    assert Tokenizer.load(tmp_path / "tokenizer.json").sha256 == TOKENIZER.sha256
 
 
 def test_a_tokenizer_without_chat_tokens_has_no_template() -> None:
@@ -196,8 +196,8 @@ def test_other_mixtures_are_refused(
     capsys: Any,
 ) -> None:
     """Would catch a model that loads and writes nonsense: a part that the class computes otherwise."""
-    save(tmp_path / "model", checkpoint_of(config).weights, config, WORDS.sha256)
-    WORDS.save(tmp_path / "tokenizer.json")
+    save(tmp_path / "model", checkpoint_of(config).weights, config, TOKENIZER.sha256)
+    TOKENIZER.save(tmp_path / "tokenizer.json")
     arguments = [
         f"model={tmp_path / 'model'}",
         f"tokenizer={tmp_path / 'tokenizer.json'}",
@@ -234,14 +234,14 @@ def test_arguments_are_validated(
 # The tokenizer of a base model's export begins every text with the separator; it must stay the tokenizer of its checkpoint.
 def test_the_separator_begins_the_texts_of_a_base_model(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    for kind, first in (("base", [WORDS.special["<|endoftext|>"]]), ("chat", [])):
-        export.export(checkpoint_of(EULER), WORDS, tmp_path / kind, kind=kind)
+    for kind, first in (("base", [TOKENIZER.special["<|endoftext|>"]]), ("chat", [])):
+        export.export(checkpoint_of(EULER), TOKENIZER, tmp_path / kind, kind=kind)
         path = tmp_path / kind / "tokenizer.json"
         theirs = tokenizers.Tokenizer.from_file(str(path))
-        assert theirs.encode("some text").ids == [*first, *WORDS.encode("some text").tolist()]
-        assert theirs.encode("some text", add_special_tokens=False).ids == WORDS.encode("some text").tolist()
-        assert Tokenizer.load(path).sha256 == WORDS.sha256
-    WORDS.save(tmp_path / "tokenizer.json")
+        assert theirs.encode("some text").ids == [*first, *TOKENIZER.encode("some text").tolist()]
+        assert theirs.encode("some text", add_special_tokens=False).ids == TOKENIZER.encode("some text").tolist()
+        assert Tokenizer.load(path).sha256 == TOKENIZER.sha256
+    TOKENIZER.save(tmp_path / "tokenizer.json")
     assert (tmp_path / "chat" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
 
 

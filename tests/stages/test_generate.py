@@ -10,9 +10,9 @@ import pytest
 
 from stages import generate
 from stages.checkpoint import load, save
-from tests.stages.scripted_engine import CTRL_C, WORDS, ScriptedEngine, ids, write_model
+from tests.stages.scripted_engine import CTRL_C, TOKENIZER, ScriptedEngine, ids, write_model
 
-SEPARATOR = WORDS.special["<|endoftext|>"]
+SEPARATOR = TOKENIZER.special["<|endoftext|>"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,7 +27,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def scripted(monkeypatch: pytest.MonkeyPatch, *answers: list[int], context: int = 64) -> ScriptedEngine:
     """The command with an engine that writes these ids."""
     engine = ScriptedEngine(context, list(answers))
-    monkeypatch.setattr(generate, "open_model", lambda model, tokenizer, threads: (engine, WORDS))
+    monkeypatch.setattr(generate, "open_model", lambda model, tokenizer, threads: (engine, TOKENIZER))
     return engine
 
 
@@ -56,7 +56,7 @@ def test_special_tokens_in_the_prompt_are_text(
 ) -> None:
     engine = scripted(monkeypatch, [SEPARATOR])
     generate.run(["--prompt", "<|end|>{x}%s", "--temperature", "0"])
-    assert engine.prompts[0][1:] == [WORDS.encode(letter)[0] for letter in "<|end|>{x}%s"]
+    assert engine.prompts[0][1:] == [TOKENIZER.encode(letter)[0] for letter in "<|end|>{x}%s"]
     assert capsys.readouterr().out == "<|end|>{x}%s\n"
 
 
@@ -66,7 +66,7 @@ def test_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     piped = b"\xc3\xa9\xff line\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped), encoding="ascii"))
     generate.run(["--prompt", "-", "--temperature", "0"])
-    assert engine.prompts == [[SEPARATOR, *WORDS.encode(piped).tolist()]]
+    assert engine.prompts == [[SEPARATOR, *TOKENIZER.encode(piped).tolist()]]
 
 
 # Bytes of one character come in several tokens; half of one printed early is garbage on the screen.

@@ -38,7 +38,7 @@ def run(corpus: Any, settings: Settings, name: str = "out") -> Path:
     outs = {
         out.partition(".")[0]: folder / out for out in ("checkpoint", "samples.txt", "curves", "speed.csv")
     }
-    pretrain.run(settings, tokenizer=corpus.tokenizer, shards=corpus.shards, **outs)
+    pretrain.run(settings, tokenizer_path=corpus.tokenizer, shards=corpus.shards, **outs)
     return folder
 
 
@@ -62,9 +62,9 @@ def kill() -> None:
 def test_stage_writes_model_curves_and_samples(corpus: Any, settings_with: Make) -> None:
     """Would catch an out that is missing or incomplete, a curve without its end, and a model that did not learn."""
     out = run(corpus, settings_with("pretrain.steps=40", "pretrain.val_every=20"))
-    words = Tokenizer.load(corpus.tokenizer)
-    loaded = checkpoint.load(out / "checkpoint", words.sha256)
-    assert loaded.config == settings_with().model.config(words.vocab_size)
+    tokenizer = Tokenizer.load(corpus.tokenizer)
+    loaded = checkpoint.load(out / "checkpoint", tokenizer.sha256)
+    assert loaded.config == settings_with().model.config(tokenizer.vocab_size)
     with (out / "curves" / "train.csv").open(encoding="utf-8") as file:
         train = list(csv.DictReader(file))
     with (out / "curves" / "val.csv").open(encoding="utf-8") as file:
@@ -73,7 +73,7 @@ def test_stage_writes_model_curves_and_samples(corpus: Any, settings_with: Make)
         int(row["step"]) for row in val
     ] == [20, 40]
     assert float(train[-1]["loss"]) < float(train[0]["loss"]) - 0.5
-    assert float(train[0]["loss"]) == pytest.approx(math.log(words.vocab_size), rel=0.1)
+    assert float(train[0]["loss"]) == pytest.approx(math.log(tokenizer.vocab_size), rel=0.1)
     provenance = json.loads(
         next(Path(".nanoeuler/runs").glob("pretrain-*/provenance.json")).read_text(encoding="utf-8")
     )
@@ -99,21 +99,21 @@ def test_bits_per_byte_are_those_of_every_token(corpus: Any, settings_with: Make
     model = checkpoint.load(out / "checkpoint")
     engine = Engine(model.config, Numerics(), micro_batch=1, device="cpu", threads=1, training=False)
     engine.load(model.weights)
-    words, ids = (
+    tokenizer, ids = (
         Tokenizer.load(corpus.tokenizer),
         read_shard(corpus.shards / "val_00000.bin").astype(np.int32),
     )
     nats = 0.0
     for start in range(0, len(ids) - 1, model.config.context):
         row = ids[start : start + model.config.context + 1]
-        document = np.cumsum(row[:-1] == words.special["<|endoftext|>"], dtype=np.int32)
+        document = np.cumsum(row[:-1] == tokenizer.special["<|endoftext|>"], dtype=np.int32)
         ones = np.ones(len(row) - 1, np.float32)
         nats += float(
             engine.score(Batch(row[None, :-1], row[None, 1:], document[None], ones[None])).sum(
                 dtype=np.float64
             )
         )
-    text_bytes = int(words.token_lengths[ids].sum())
+    text_bytes = int(tokenizer.token_lengths[ids].sum())
     assert told == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
 
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 def test_a_checkpoint_that_dvc_deletes_is_refused(settings_with: Make, path: str) -> None:
     """Would catch hours of training lost: DVC empties data/pretrain before the stage can read it."""
     expected = (
-        "deletes it before: .*cp -rL .* models/first"
+        "deletes it before the run. Copy it .*cp -rL .* models/first"
         if path
         else "expected a checkpoint's folder, or conf/none"
     )

@@ -43,14 +43,14 @@ def make(work: Work, root: Path, *saved: int, finish: bool = True) -> ResumeFold
     return folder
 
 
-# Would catch moments rounded on the way, a record lost, and a disk that fills with states.
+# Would catch moments rounded on the way, a history lost, and a disk that fills with states.
 def test_states_come_back_exactly_and_two_are_kept(tmp_path: Path) -> None:
     with ResumeFolder(WORK, tmp_path) as resume:
         assert resume.load() is None and resume.newest() is None
         for step in (5, 10, 15):
             resume.save(state(step))
         loaded = resume.load()
-        assert loaded is not None and loaded.step == 15 and loaded.record == state(15).record
+        assert loaded is not None and loaded.step == 15 and loaded.history == state(15).history
         for name, array in state(15).arrays.items():
             assert np.array_equal(loaded.arrays[name], array) and loaded.arrays[name].dtype == array.dtype
         assert steps(resume) == [10, 15]
@@ -71,9 +71,9 @@ def test_a_step_saved_again_replaces_its_state(tmp_path: Path, work: Work) -> No
     with ResumeFolder(work, tmp_path) as resume:
         for step in (5, 10):
             resume.save(state(step))
-        resume.save(replace(state(10), record={"val": [10]}))
+        resume.save(replace(state(10), history={"val": [10]}))
         loaded = resume.load()
-        assert loaded is not None and loaded.record == {"val": [10]} and steps(resume) == [5, 10]
+        assert loaded is not None and loaded.history == {"val": [10]} and steps(resume) == [5, 10]
 
 
 # Would catch training that goes on from a half-written or corrupted state or gives up while an older one is good.

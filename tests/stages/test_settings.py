@@ -123,7 +123,7 @@ WRONG = [
     ("pretrain.mtp_loss_weights", [1.0, -1.0, 0.0, 0.0], "at least 0"),
     ("pretrain.mtp_loss_weights", [1.0, "x", 0.0, 0.0], "a finite number"),
     ("pretrain.val_every", 0, "at least 1"),  # a step modulo 0
-    ("sft.overflow", "keep", "one of drop, cut"),
+    ("sft.overflow", "keep", "one of drop, truncate"),
     ("sft.lr", 0, "above 0"),
     ("eval.top_p", 0, "above 0 and at most 1"),
     ("eval.top_k", -1, "at least 0"),

@@ -32,7 +32,7 @@ def base(corpus: Any, settings_with: Make, tmp_path_factory: pytest.TempPathFact
         patch.chdir(folder)
         patch.delenv("DVC_ROOT", raising=False)
         outs = {out.partition(".")[0]: folder / out for out in OUTS}
-        pretrain.run(settings_with(), tokenizer=corpus.tokenizer, shards=corpus.shards, **outs)
+        pretrain.run(settings_with(), tokenizer_path=corpus.tokenizer, shards=corpus.shards, **outs)
     return folder / "checkpoint"
 
 
@@ -84,12 +84,12 @@ def test_validation_is_the_loss_of_the_held_out_answers(corpus: Any, base: Path,
     """
     out = run(corpus, base, settings_with())
     told = curve(out / "curves" / "val.csv")[-1]
-    model, words = checkpoint.load(out / "checkpoint"), Tokenizer.load(corpus.tokenizer)
+    model, tokenizer = checkpoint.load(out / "checkpoint"), Tokenizer.load(corpus.tokenizer)
     engine = Engine(model.config, Numerics(), micro_batch=1, device="cpu", threads=1, training=False)
     engine.load(model.weights)
     nats, targets, answer_bytes = 0.0, 0.0, 0
     for messages in read_conversations(corpus.val):
-        ids, weight = render(messages, words)
+        ids, weight = render(messages, tokenizer)
         batch = Batch(ids[None, :-1], ids[None, 1:], np.zeros((1, len(ids) - 1), np.int32), weight[None, 1:])
         nats += float(np.sum(engine.score(batch) * batch.loss_weight, dtype=np.float64))
         targets += float(weight.sum())
@@ -115,12 +115,12 @@ def test_packed_conversations_are_learnt_as_if_each_stood_alone(corpus: Any) -> 
 
     Loss sums and gradients of all heads, in float64, where only the order of sums differs between the two.
     """
-    words = Tokenizer.load(corpus.tokenizer)
-    rendered = render_all(islice(read_conversations(corpus.train), 12), words, context=64, overflow="drop")
+    tokenizer = Tokenizer.load(corpus.tokenizer)
+    rendered = render_all(islice(read_conversations(corpus.train), 12), tokenizer, context=64, overflow="drop")
     config = ModelConfig(
-        words.vocab_size, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=64, mtp_heads=2
+        tokenizer.vocab_size, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=64, mtp_heads=2
     )
-    pad = words.special["<|pad|>"]
+    pad = tokenizer.special["<|pad|>"]
     batches = SftBatches(rendered, micro_batch=1, context=64, pad_id=pad, seed=1)
     packed = [batches.batch(index) for index in range(batches.rows)]
     assert len(packed) < len(rendered) and any((batch.tokens == pad).any() for batch in packed)
@@ -150,7 +150,7 @@ def test_a_base_model_of_another_tokenizer_is_refused(
         tmp_path / "tokenizer.json"
     )
     with pytest.raises(ValueError, match="checkpoint: trained with the tokenizer"):
-        run(corpus, base, settings_with(), tokenizer=tmp_path / "tokenizer.json")
+        run(corpus, base, settings_with(), tokenizer_path=tmp_path / "tokenizer.json")
 
 
 def test_heads_of_another_model_are_refused(corpus: Any, base: Path, settings_with: Make) -> None:

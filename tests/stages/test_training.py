@@ -16,9 +16,9 @@ from kernels.config import ModelConfig, Numerics
 from kernels.engine import AdamW, Engine
 from stages import training as training_module
 from stages.interrupt import Interrupt
-from stages.metrics import PlainDisplay, Record
+from stages.metrics import PlainDisplay, TrainingHistory
 from stages.resume import ResumeFolder, State, Work
-from stages.training import Outs, Task, Validation, train
+from stages.training import Outs, Task, ValidationResult, train
 from stages.training_settings import Training
 from stages.updates import held_out_nats, learning_rate, train_step
 
@@ -62,9 +62,9 @@ class Data:
 
 
 def task(one: Engine, data: Data | None = None) -> Task:
-    def validate(interrupt: Interrupt) -> Validation:
+    def validate(interrupt: Interrupt) -> ValidationResult:
         nats, targets = held_out_nats(one, interrupt.checked([random_batch(1000), random_batch(1001)]))
-        return Validation(nats / targets, nats)
+        return ValidationResult(nats / targets, nats)
 
     return Task(data or Data(), validate, lambda seed, interrupt: f"sample {seed}")
 
@@ -85,13 +85,13 @@ def run(
     settings: Training = SETTINGS,
     one: Engine | None = None,
     of: Task | None = None,
-) -> tuple[Engine, Record]:
+) -> tuple[Engine, TrainingHistory]:
     one = one or engine()
     with ResumeFolder(work(settings), folder / "resume") as resume:
-        record = train(
+        history = train(
             one, settings, of or task(one, data), resume=resume, display=PlainDisplay(), outs=outs(folder)
         )
-    return one, record
+    return one, history
 
 
 def same_state(a: Engine, b: Engine) -> bool:
@@ -102,9 +102,9 @@ def same_weights(a: Engine, b: Engine) -> bool:
     return np.array_equal(a.state()["parameters"], b.state()["parameters"])
 
 
-def shown(record: Record) -> tuple[object, ...]:
+def shown(history: TrainingHistory) -> tuple[object, ...]:
     """What must be the same for the same run."""
-    return tuple([tuple(row) for row in rows] for rows in (record.train, record.val, record.samples))
+    return tuple([tuple(row) for row in rows] for rows in (history.train, history.val, history.samples))
 
 
 def same_files(a: Path, b: Path) -> bool:
@@ -198,13 +198,13 @@ def test_a_head_without_targets_is_left_out_and_head_0_may_not_be() -> None:
 @pytest.mark.parametrize("killed_at", [1, 6, 19])
 def test_killed_and_resumed_is_undisturbed_bit_for_bit(tmp_path: Path, killed_at: int) -> None:
     """Would catch moments, step count, data position, schedule, curves or samples lost on the way through a state."""
-    whole, whole_record = run(tmp_path / "whole")
+    whole, whole_history = run(tmp_path / "whole")
     data = Data(at_index=killed_at, at="kill")
     with pytest.raises(SystemExit):
         run(tmp_path / "parts", data)
     again = Data()
-    parts, record = run(tmp_path / "parts", again)
-    assert same_state(whole, parts) and shown(record) == shown(whole_record)
+    parts, history = run(tmp_path / "parts", again)
+    assert same_state(whole, parts) and shown(history) == shown(whole_history)
     done = max(
         0, killed_at // SETTINGS.grad_accum_steps - 1
     )  # a step's batches are fetched within the step before
@@ -212,7 +212,7 @@ def test_killed_and_resumed_is_undisturbed_bit_for_bit(tmp_path: Path, killed_at
     assert again.asked == list(
         range(last_saved * SETTINGS.grad_accum_steps, SETTINGS.steps * SETTINGS.grad_accum_steps)
     )
-    assert record.resumed_at == ([last_saved] if last_saved else [])
+    assert history.resumed_at == ([last_saved] if last_saved else [])
 
 
 class Disturbed:
@@ -256,7 +256,7 @@ def test_ctrl_c_saves_the_last_finished_step(
     exit code than 130, and a state that a micro-step has changed. On a GPU the loop must come to a check first."""
     if not cuts and (where, at) == ("micro_step", 10):
         saved = 5  # there is no check between the last micro-step and the update
-    whole, whole_record = run(tmp_path / "whole")
+    whole, whole_history = run(tmp_path / "whole")
     disturbed = Disturbed(where, at)
     disturbed.one.device = "cpu" if cuts else "cuda"
     before = signal.getsignal(signal.SIGINT)
@@ -268,9 +268,9 @@ def test_ctrl_c_saves_the_last_finished_step(
     assert f"interrupted: step {saved} is saved; the same command goes on from there" == lines[-1]
     assert sum("Ctrl-C: saving" in line for line in lines) == 1
     again = Data()
-    parts, record = run(tmp_path / "parts", again)
-    assert again.asked[:1] == ([saved * 2] if saved < 10 else []) and record.resumed_at == [saved]
-    assert same_weights(whole, parts) and shown(record) == shown(whole_record)
+    parts, history = run(tmp_path / "parts", again)
+    assert again.asked[:1] == ([saved * 2] if saved < 10 else []) and history.resumed_at == [saved]
+    assert same_weights(whole, parts) and shown(history) == shown(whole_history)
     assert same_files(tmp_path / "whole", tmp_path / "parts")
 
 
@@ -334,14 +334,14 @@ def test_a_wsd_run_of_other_steps_goes_on_as_if_from_scratch(
 ) -> None:
     """Would catch a cool-down that stays in the weights, and rows, validations or samples of the shorter run's end."""
     settings = [replace(WSD, steps=steps, cooldown_steps=cooldown) for steps, cooldown in (first, second)]
-    scratch, scratch_record = run(tmp_path / "scratch", settings=settings[1])
+    scratch, scratch_history = run(tmp_path / "scratch", settings=settings[1])
     run(tmp_path / "on", settings=settings[0])
     capsys.readouterr()
     data = Data()
-    on, record = run(tmp_path / "on", data, settings=settings[1])
+    on, history = run(tmp_path / "on", data, settings=settings[1])
     assert f"goes on from step {begins} of an earlier run of {first[0]} steps" in capsys.readouterr().out
     assert data.asked[:1] == ([begins * 2] if begins < second[0] else [])
-    assert same_weights(on, scratch) and shown(record) == shown(scratch_record)
+    assert same_weights(on, scratch) and shown(history) == shown(scratch_history)
     assert same_files(tmp_path / "on", tmp_path / "scratch")
 
 
@@ -376,7 +376,7 @@ def test_seconds_are_those_of_all_sittings(tmp_path: Path) -> None:
     for _ in range(4):
         train_step(one, [random_batch(0), random_batch(1)], (1.0, 0.1), AdamW(), lr=0.0)
     with ResumeFolder(work(), tmp_path / "resume") as resume:
-        resume.save(State(4, one.state(), Record(seconds=1000.0).to_dict()))
+        resume.save(State(4, one.state(), TrainingHistory(seconds=1000.0).to_dict()))
     assert 1000.0 < run(tmp_path)[1].seconds < 1100.0
 
 
@@ -410,21 +410,21 @@ def test_curves_grow_while_a_run_is_under_way(tmp_path: Path, monkeypatch: pytes
 
 def test_finished_work_is_not_repeated(tmp_path: Path) -> None:
     """Would catch training done twice when a kill comes after the last step and before DVC's lock."""
-    first, record = run(tmp_path)
+    first, history = run(tmp_path)
     again = Data()
     second, second_record = run(tmp_path, again)
-    assert again.asked == [] and same_weights(first, second) and shown(second_record) == shown(record)
+    assert again.asked == [] and same_weights(first, second) and shown(second_record) == shown(history)
 
 
 def test_validation_and_samples_do_not_disturb_training(tmp_path: Path) -> None:
     """Would catch evaluation that touches gradients, loss sums, moments or a shared random state."""
-    often, record = run(tmp_path / "often", settings=replace(SETTINGS, val_every=1, sample_every=1))
+    often, history = run(tmp_path / "often", settings=replace(SETTINGS, val_every=1, sample_every=1))
     seldom, seldom_record = run(
         tmp_path / "seldom", settings=replace(SETTINGS, val_every=100, sample_every=100)
     )
     assert same_state(often, seldom)
-    assert shown(record)[0] == shown(seldom_record)[0]
-    assert [row[0] for row in record.val] == list(range(1, 11)) and [row[0] for row in seldom_record.val] == [
+    assert shown(history)[0] == shown(seldom_record)[0]
+    assert [row[0] for row in history.val] == list(range(1, 11)) and [row[0] for row in seldom_record.val] == [
         10
     ]
 
@@ -444,10 +444,10 @@ def test_a_batch_is_learnt_by_heart(tmp_path: Path) -> None:
     settings = replace(
         SETTINGS, steps=150, grad_accum_steps=1, weight_decay=0.0, mtp_loss_weights=(1.0, 0.0), val_every=150
     )
-    _, record = run(tmp_path, Same(), replace(settings, checkpoint_every=150))
+    _, history = run(tmp_path, Same(), replace(settings, checkpoint_every=150))
     assert (
-        record.train[0][1] == pytest.approx(math.log(CONFIG.vocab_size), rel=0.1)
-        and record.train[-1][1] < 0.05
+        history.train[0][1] == pytest.approx(math.log(CONFIG.vocab_size), rel=0.1)
+        and history.train[-1][1] < 0.05
     )
 
 
