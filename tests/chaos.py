@@ -36,18 +36,22 @@ from shutil import rmtree
 
 import psutil
 
+from stages.trained_stages import TRAINED_STAGES
 from tests.scratch import BIN, STAGES, Copy, heed_ctrl_c, make_copy
 
 INTERVAL = 5  # steps between two checkpoints
-SETTINGS = f"""
-train_bpe: {{vocab_size: 300}}
-model: {{layers: 3, heads: 3, kv_heads: 1, dim: 96, ffn: 192, context: 64, mtp_heads: 2}}
-pretrain: {{steps: 60, micro_batch: 32, warmup_steps: 2, val_every: 10, sample_every: 30, checkpoint_every: {INTERVAL}}}
-sft: {{steps: 60, micro_batch: 32, warmup_steps: 2, val_every: 10, sample_every: 30, checkpoint_every: {INTERVAL}}}
-eval: {{max_tokens: 8, micro_batch: 8}}
-"""
+SETTINGS = """
+train_bpe: {vocab_size: 300}
+model: {layers: 3, heads: 3, kv_heads: 1, dim: 96, ffn: 192, context: 64, mtp_heads: 2}
+eval: {max_tokens: 8, micro_batch: 8}
+""" + "".join(
+    f"{stage.name}: {{steps: 60, micro_batch: 32, warmup_steps: 2, val_every: 10, sample_every: 30, "
+    f"checkpoint_every: {INTERVAL}}}\n"
+    for stage in TRAINED_STAGES
+)
 WAYS = ("stage", "dvc", "group", "ctrl-c")
-TARGETS = (*STAGES, "pretrain", "pretrain", "sft", "sft")  # where there is most to lose, most kills
+TRAINED = [stage.name for stage in TRAINED_STAGES]
+TARGETS = (*STAGES, *TRAINED, *TRAINED)  # most kills hit training, which has the most to lose
 KILLS_A_RUN = 12
 LONGEST_S = 600  # of anything that is waited for; what takes longer hangs
 
@@ -73,7 +77,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Sitting:
+class Session:
     """What one process trained: the step it went on from, and the one behind the last that it began."""
 
     begin: int
@@ -217,7 +221,7 @@ def is_training(text: str) -> bool:
     return bool(steps) and steps[-1][0] != steps[-1][1]
 
 
-def sittings(logs: Sequence[str], stage: str) -> list[Sitting]:
+def sessions(logs: Sequence[str], stage: str) -> list[Session]:
     """What each process of a stage trained, in the order in which they did."""
     found = []
     for text in logs:
@@ -234,14 +238,14 @@ def sittings(logs: Sequence[str], stage: str) -> list[Sitting]:
             or (steps and steps[-1][0] == steps[-1][1])
         )
         found.append(
-            Sitting(begin, last if whole else last + 1)
+            Session(begin, last if whole else last + 1)
         )  # of a killed one, a step more was under way
-    return sorted(found, key=lambda sitting: (sitting.begin, sitting.end))
+    return sorted(found, key=lambda session: (session.begin, session.end))
 
 
 def repeated(logs: Sequence[str]) -> list[int]:
     """The steps that were done twice, for each time training went on."""
-    each = [sittings(logs, stage) for stage in ("pretrain", "sft")]
+    each = [sessions(logs, stage) for stage in TRAINED]
     return [max(0, one.end - two.begin) for found in each for one, two in pairwise(found)]
 
 

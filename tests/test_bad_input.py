@@ -20,7 +20,8 @@ from stages import params
 from stages.overrides import compose
 from stages.text_files import RowWriter, atomic_file
 from stages.tokenizer import Tokenizer
-from tests.scratch import STAGES, write
+from stages.trained_stages import STAGES, TRAINED_STAGES
+from tests.scratch import write
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = [
@@ -31,7 +32,7 @@ SIZES = [
     "model.ffn=16",
     "model.context=32",
 ]
-LENGTHS = [f"{stage}.{key}" for stage in ("pretrain", "sft")
+LENGTHS = [f"{stage.name}.{key}" for stage in TRAINED_STAGES
            for key in ("steps=4", "micro_batch=2", "warmup_steps=1", "checkpoint_every=2")]  # fmt: skip
 TINY = ["corpus=local", "conversations=local", "train_bpe.vocab_size=300", *SIZES, *LENGTHS, "eval.max_tokens=4",
         "runtime.device=cpu", "runtime.threads=1"]  # fmt: skip

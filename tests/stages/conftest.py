@@ -13,6 +13,7 @@ from stages.shard_format import Counts, shard_path
 from stages.shard_writer import clear, write_index, write_shard
 from stages.text_files import RowWriter, atomic_file
 from stages.tokenizer import Tokenizer
+from stages.trained_stages import TRAINED_STAGES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -102,8 +103,8 @@ def settings_with() -> Callable[..., Settings]:
         "eval.micro_batch=4",
     ]
     lengths = [
-        f"{stage}.{key}"
-        for stage in ("pretrain", "sft")
+        f"{stage.name}.{key}"
+        for stage in TRAINED_STAGES
         for key in ("micro_batch=4", "steps=6", "checkpoint_every=2")
     ]
     fixed = [

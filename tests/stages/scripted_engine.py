@@ -11,6 +11,7 @@ from kernels.engine import Engine
 from stages.checkpoint import save
 from stages.tokenizer import Tokenizer
 from stages.tokenizer.file_format import BYTE_ORDER, Vocabulary
+from stages.trained_stages import TRAINED_STAGES
 
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 TOKENIZER = Tokenizer(Vocabulary([bytes([byte]) for byte in BYTE_ORDER], [], {}).with_special(SPECIAL, "test"))
@@ -80,10 +81,22 @@ class ScriptedEngine:
         return "scripted"
 
 
+@dataclass
+class ScriptedModel:
+    """As stages.trained_model.TrainedModel, with a scripted engine."""
+
+    scripted: ScriptedEngine
+    tokenizer: Tokenizer = TOKENIZER
+
+    def engine(self, *, threads: int) -> ScriptedEngine:
+        """The engine, on any number of threads."""
+        return self.scripted
+
+
 def write_model(root: Path, *, context: int = 32, mtp_heads: int = 1) -> None:
     """An untrained model as base and chat checkpoint, and its tokenizer, where the pipeline has them below `root`."""
     config = ModelConfig(TOKENIZER.vocab_size, 1, 2, 1, 8, 8, context, mtp_heads)
     weights = Engine(config, Numerics(), micro_batch=1, seed=1, training=False).weights()
     TOKENIZER.save(root / "data/train_bpe/tokenizer.json")
-    for stage in ("pretrain", "sft"):
-        save(root / "data" / stage / "checkpoint", weights, config, TOKENIZER.sha256)
+    for stage in TRAINED_STAGES:
+        save(root / stage.checkpoint, weights, config, TOKENIZER.sha256)

@@ -11,8 +11,16 @@ from kernels.generation import Sampling
 from stages import chat
 from stages.chat import Chat, converse, reply, run_command
 from stages.chat_template import render_prompt
-from stages.generate import open_model
-from tests.stages.scripted_engine import CTRL_C, END, TOKENIZER, ScriptedEngine, ids, write_model
+from stages.trained_model import open_model
+from tests.stages.scripted_engine import (
+    CTRL_C,
+    END,
+    TOKENIZER,
+    ScriptedEngine,
+    ScriptedModel,
+    ids,
+    write_model,
+)
 
 GREEDY = Sampling(temperature=0)
 USER, ASSISTANT = TOKENIZER.special["<|user|>"], TOKENIZER.special["<|assistant|>"]
@@ -115,7 +123,7 @@ def test_oldest_turns_are_left_out_whole(capsys: pytest.CaptureFixture[str]) -> 
     assert len(engine.prompts[1]) == 12 + 7
     assert engine.prompts[2] == render_prompt(one.messages[:3], TOKENIZER).tolist()
     assert [message["content"] for message in one.messages] == ["efgh", "5678", "ijkl", "90"]
-    assert capsys.readouterr().err == "(the context is full: the oldest 1 turn left out)\n"
+    assert capsys.readouterr().err == "(the context is full: the oldest 1 turn dropped)\n"
 
 
 # Room is kept for an answer, but a long question alone is answered as far as it goes rather than refused.
@@ -127,7 +135,7 @@ def test_long_question(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     inputs(monkeypatch, "x" * 17, "1")
     converse(one)
     printed = capsys.readouterr()
-    assert printed.err.startswith("error: this message takes 20 tokens of the 20")
+    assert printed.err.startswith("error: this message takes 20 of 20 tokens")
     assert printed.out == "a\n", "the conversation goes on after the refusal"
 
 
@@ -175,7 +183,7 @@ def test_help_and_unknown_command(
         assert f"/{name} " in run_command(one, "/help")
     inputs(monkeypatch, "/temprature 1", "/")
     converse(one)
-    assert capsys.readouterr().err.startswith("error: /temprature: no such command; /help lists them\n")
+    assert capsys.readouterr().err.startswith("error: /temprature: no such command; /help lists the commands\n")
     assert engine.prompts == []
 
 
@@ -194,7 +202,7 @@ SYSTEM = [TOKENIZER.special["<|system|>"], *ids("Be brief."), END]
 # The model is trained on system messages; one that is dropped with the oldest turns would be forgotten in the middle of a talk.
 def test_system_message_stays(capsys: pytest.CaptureFixture[str]) -> None:
     one, engine = talk(*[says("ok")] * 6, context=40, max_tokens=4)
-    assert run_command(one, "/system Be brief.") == "a new conversation, behind this system message"
+    assert run_command(one, "/system Be brief.") == "new conversation, with this system message"
     for letter in "abcd":
         reply(one, letter * 5)
     assert "the context is full: the oldest" in capsys.readouterr().err
@@ -206,7 +214,7 @@ def test_system_message_stays(capsys: pytest.CaptureFixture[str]) -> None:
     run_command(one, "/reset")
     reply(one, "e")
     assert engine.prompts[-1] == [*SYSTEM, USER, *ids("e"), END, ASSISTANT]
-    assert run_command(one, "/system") == "a new conversation, without a system message"
+    assert run_command(one, "/system") == "new conversation, without a system message"
     reply(one, "f")
     assert engine.prompts[-1] == [USER, *ids("f"), END, ASSISTANT]
 
@@ -216,7 +224,7 @@ def test_a_system_message_that_leaves_no_room() -> None:
     one, _ = talk(context=20)
     one.begin("Be brief.")
     with pytest.raises(
-        ValueError, match=r"^the system message takes 25 tokens of the 20 that the model reads; shorten it$"
+        ValueError, match=r"^the system message takes 25 of 20 tokens of context; shorten it$"
     ):
         run_command(one, "/system " + "x" * 20)
     assert one.system == "Be brief."
@@ -269,7 +277,7 @@ def test_system_message_of_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ScriptedEngine(64, [says("ok")])
-    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, TOKENIZER))
+    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer_path: ScriptedModel(engine))
     chat.run(["--prompt", "?", "--system", "Be brief.", "--temperature", "0"])
     assert engine.prompts == [[*SYSTEM, USER, *ids("?"), END, ASSISTANT]]
     assert capsys.readouterr().out == "ok\n"
@@ -287,8 +295,8 @@ def test_piped_lines(monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str
 
 # Every answer of a conversation with the same draws would repeat itself; a seed set again must repeat the answers.
 def test_seed_counts_up_by_answer(monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
-    engine, tokenizer = open_model("sft", Path("data/train_bpe/tokenizer.json"))
-    one = Chat(engine, tokenizer, Sampling(seed=1), 8)
+    model = open_model("sft", Path("data/train_bpe/tokenizer.json"))
+    one = Chat(model.engine(), model.tokenizer, Sampling(seed=1), 8)
 
     def answers() -> list[str]:
         contents = []
@@ -312,7 +320,7 @@ def test_ctrl_c_ends_the_one_shot_form(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ScriptedEngine(64, [[*ids("ab"), CTRL_C]])
-    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, TOKENIZER))
+    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer_path: ScriptedModel(engine))
     monkeypatch.setattr(sys, "argv", ["chat", "--prompt", "?", "--temperature", "0"])
     with pytest.raises(SystemExit) as end:
         chat.main()

@@ -16,7 +16,7 @@ from kernels.batch import Batch
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import Engine
 from kernels.generation import Sampling
-from stages import checkpoint, eval, scoring
+from stages import checkpoint, eval, eval_report, scoring
 from stages.batches import EvalWindows
 from stages.chat_template import read_conversations, render_prompt
 from stages.settings import Settings
@@ -53,7 +53,7 @@ def run(corpus: Any, models: dict[str, Path], settings: Settings, folder: Path) 
         tokenizer_path=corpus.tokenizer,
         shards=corpus.shards,
         conversations=corpus.val,
-        **models,
+        checkpoints=models,
         folder=folder,
     )
     return folder
@@ -95,7 +95,7 @@ def test_report_and_curves_hold_both_models(out: Path, settings_with: Make) -> N
     ):
         assert part in report
     for prompt in (*settings_with().eval.prompts, *settings_with().eval.chat_prompts):
-        assert eval.indented(prompt) in report
+        assert eval_report.indented(prompt) in report
     with (out / "heads.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [(row["model"], row["head"]) for row in rows] == [
@@ -341,12 +341,12 @@ def test_spread_takes_first_last_and_no_item_twice() -> None:
 def test_a_figure_that_is_not_finite_is_an_error() -> None:
     """Would catch NaN in metrics.json, which is no JSON."""
     with pytest.raises(ValueError, match=r"base\.heads\.0\.loss is nan"):
-        eval.rounded({"heads": {"0": {"loss": math.nan}}}, "base")
+        eval_report.rounded({"heads": {"0": {"loss": math.nan}}}, "base")
 
 
 def test_samples_cannot_break_the_report() -> None:
     """Would catch a sample whose Markdown or control characters end its block."""
-    assert eval.indented("a\n```\n# b\x00\r") == "    a\n    ```\n    # b\ufffd\ufffd"
+    assert eval_report.indented("a\n```\n# b\x00\r") == "    a\n    ```\n    # b\ufffd\ufffd"
 
 
 def test_a_model_of_another_tokenizer_is_refused(

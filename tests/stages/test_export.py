@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import Engine
-from stages import export
+from stages import export, hf_format
 from stages.checkpoint import Checkpoint, save
 from stages.tokenizer import Tokenizer
 from stages.tokenizer.file_format import BYTE_ORDER, Vocabulary
@@ -142,12 +142,12 @@ def test_token_ids_and_chat_template(tmp_path: Path) -> None:
     ids = json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8"))
     separator, end, pad = (TOKENIZER.special[name] for name in ("<|endoftext|>", "<|end|>", "<|pad|>"))
     assert ids == {"eos_token_id": [separator, end], "bos_token_id": separator, "pad_token_id": pad}
-    words = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert (
-        words["pad_token"] not in (words["eos_token"], words["bos_token"]) and words["model_max_length"] == 7
+        config["pad_token"] not in (config["eos_token"], config["bos_token"]) and config["model_max_length"] == 7
     )
     assert (
-        "{%- generation -%}" in words["chat_template"] and "{%- endgeneration -%}" in words["chat_template"]
+        "{%- generation -%}" in config["chat_template"] and "{%- endgeneration -%}" in config["chat_template"]
     )
     assert Tokenizer.load(tmp_path / "tokenizer.json").sha256 == TOKENIZER.sha256
 
@@ -157,9 +157,9 @@ def test_a_tokenizer_without_chat_tokens_has_no_template() -> None:
     plain = Tokenizer(
         Vocabulary([bytes([b]) for b in BYTE_ORDER], [], {}).with_special(["<|endoftext|>"], "test")
     )
-    content = export.tokenizer_config(plain, 7)
+    content = hf_format.tokenizer_config(plain, 7)
     assert "chat_template" not in content and "pad_token" not in content
-    assert export.token_ids(plain.special) == {"eos_token_id": [256], "bos_token_id": 256}
+    assert hf_format.token_ids(plain.special) == {"eos_token_id": [256], "bos_token_id": 256}
 
 
 def test_same_model_same_bytes_in_files_that_all_may_read(tmp_path: Path) -> None:
@@ -175,22 +175,22 @@ def test_same_model_same_bytes_in_files_that_all_may_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("config", "named", "nearest"),
+    ("config", "change", "closest"),
     [
-        (replace(EULER, norm="layernorm"), "model.norm: layernorm (rmsnorm)", "LlamaForCausalLM"),
-        (replace(EULER, mlp="gelu"), "model.mlp: gelu (swiglu)", "LlamaForCausalLM"),
-        (replace(EULER, bias=True), "model.bias: True (False)", "LlamaForCausalLM"),
-        (replace(EULER, position="learned"), "model.position: learned (rope)", "LlamaForCausalLM"),
-        (replace(GPT2, position="rope"), "model.position: rope (learned)", "GPT2LMHeadModel"),
-        (replace(GPT2, bias=False), "model.bias: False (True)", "GPT2LMHeadModel"),
-        (replace(GPT2, tied_head=False), "model.tied_head: False (True)", "GPT2LMHeadModel"),
-        (replace(GPT2, kv_heads=1), "model.kv_heads: 1 (model.heads = 3)", "GPT2LMHeadModel"),
+        (replace(EULER, norm="layernorm"), "model.norm=rmsnorm (is layernorm)", "LlamaForCausalLM"),
+        (replace(EULER, mlp="gelu"), "model.mlp=swiglu (is gelu)", "LlamaForCausalLM"),
+        (replace(EULER, bias=True), "model.bias=false (is true)", "LlamaForCausalLM"),
+        (replace(EULER, position="learned"), "model.position=rope (is learned)", "LlamaForCausalLM"),
+        (replace(GPT2, position="rope"), "model.position=learned (is rope)", "GPT2LMHeadModel"),
+        (replace(GPT2, bias=False), "model.bias=true (is false)", "GPT2LMHeadModel"),
+        (replace(GPT2, tied_head=False), "model.tied_head=true (is false)", "GPT2LMHeadModel"),
+        (replace(GPT2, kv_heads=1), "model.kv_heads=3 (is 1)", "GPT2LMHeadModel"),
     ],
 )
 def test_other_mixtures_are_refused(
     config: ModelConfig,
-    named: str,
-    nearest: str,
+    change: str,
+    closest: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
@@ -205,19 +205,19 @@ def test_other_mixtures_are_refused(
     ]
     assert run_main(monkeypatch, "format=hf", *arguments) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: this model has no class in transformers: ") and error.count("\n") == 1
-    assert f": {named};" in error and f"the parts of {nearest}," in error
+    assert error.startswith("error: no class of transformers matches this model; ") and error.count("\n") == 1
+    assert error.endswith(f"train with {change}\n") and f"the closest is {closest}." in error
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "format: expected hf, got none; give format=hf"),
+        ([], "format: expected hf, got none; set format=hf"),
         (["format=gguf"], "format: expected hf, got gguf"),
         (["format=hf", "to=here"], "to=here: expected format=..., model=..., tokenizer=..., output=..."),
         (["format=hf", "model="], "model=: expected format=..."),
-        (["format=hf"], "no such file; `make repro` trains the models"),
+        (["format=hf"], "file not found; run `make repro`"),
     ],
 )
 def test_arguments_are_validated(

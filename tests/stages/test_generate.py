@@ -10,7 +10,7 @@ import pytest
 
 from stages import generate
 from stages.checkpoint import load, save
-from tests.stages.scripted_engine import CTRL_C, TOKENIZER, ScriptedEngine, ids, write_model
+from tests.stages.scripted_engine import CTRL_C, TOKENIZER, ScriptedEngine, ScriptedModel, ids, write_model
 
 SEPARATOR = TOKENIZER.special["<|endoftext|>"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def scripted(monkeypatch: pytest.MonkeyPatch, *answers: list[int], context: int = 64) -> ScriptedEngine:
     """The command with an engine that writes these ids."""
     engine = ScriptedEngine(context, list(answers))
-    monkeypatch.setattr(generate, "open_model", lambda model, tokenizer, threads: (engine, TOKENIZER))
+    monkeypatch.setattr(generate, "open_model", lambda model, tokenizer_path: ScriptedModel(engine))
     return engine
 
 

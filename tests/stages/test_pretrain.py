@@ -239,7 +239,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     """Would catch NumPy's complaint about shapes, the same shapes under other settings, and ids that mean something else."""
     start = f"pretrain.init_from={first}"
     with pytest.raises(
-        ValueError, match=r"init_from: models/first has another model: set model.heads=2 model.ffn=24$"
+        ValueError, match=r"init_from: models/first holds another model; set model.heads=2 model.ffn=24$"
     ):
         run(corpus, settings_with(start, "model.heads=1", "model.ffn=28"))
     with pytest.raises(
@@ -253,7 +253,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     other = type(corpus)(corpus.folder, tmp_path / "tokenizer.json", corpus.shards, corpus.train, corpus.val)
     with pytest.raises(
         ValueError,
-        match=r"models/first was trained with the tokenizer .*: set train_bpe.pretrained to that model's",
+        match=r"models/first was trained with tokenizer .*; set train_bpe.pretrained to the tokenizer.json of that",
     ):
         run(other, settings_with(start))
 
@@ -266,7 +266,7 @@ def test_a_checkpoint_that_dvc_deletes_is_refused(settings_with: Make, path: str
     expected = (
         "deletes it before the run. Copy it .*cp -rL .* models/first"
         if path
-        else "expected a checkpoint's folder, or conf/none"
+        else "expected the folder of a checkpoint, or conf/none"
     )
     with pytest.raises(ValueError, match=f"^pretrain.init_from: .*{expected}"):
         settings_with(f"pretrain.init_from='{path}'")

@@ -166,7 +166,7 @@ def test_weights_of_absent_heads_are_cut_off() -> None:
 # Ids of one vocabulary decoded with another that is as large: GPT-2's files beside a tokenizer that is learned.
 def test_ready_shards_need_their_tokenizer() -> None:
     with pytest.raises(
-        ValueError, match=r"train_bpe\.pretrained: expected shard\.pretokenized's tokenizer, got 'conf/none'"
+        ValueError, match=r"train_bpe\.pretrained: expected the tokenizer of shard\.pretokenized, got 'conf/none'"
     ):
         load(["shard.pretokenized=fineweb"])
     settings = load(["shard.pretokenized=fineweb", "train_bpe.pretrained=gpt2"])
@@ -230,7 +230,7 @@ def test_unknown_key_of_conf_is_named() -> None:
 def test_other_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deeper").mkdir()
     monkeypatch.chdir(tmp_path / "deeper")
-    with pytest.raises(ValueError, match="run from the repository's root"):
+    with pytest.raises(ValueError, match="run from the root of the repository"):
         load([])
 
 
@@ -295,7 +295,7 @@ def test_stage_main_hands_over_settings(
 # later one was started would replace what that one made. The process that holds the lock is killed, as its `dvc` may have been
 # before: a lock that outlives it would be waited for without end.
 def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
-    held = "import sys, time; from stages.program import alone\nwith alone('shard'): print('held', flush=True); time.sleep(60)"
+    held = "import time; from stages.program import stage_lock as lock\nwith lock('shard'): print('held', flush=True); time.sleep(60)"
     waits = "import sys; from stages.program import stage_main; stage_main('pretrain', lambda settings: print('ran'))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 

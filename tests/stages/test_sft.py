@@ -48,7 +48,7 @@ def run(corpus: Any, base: Path, settings: Settings, name: str = "out", **paths:
     folder = Path(name)
     outs = {out.partition(".")[0]: folder / out for out in OUTS}
     given = {
-        "tokenizer": corpus.tokenizer,
+        "tokenizer_path": corpus.tokenizer,
         "base": base,
         "train": corpus.train,
         "val": corpus.val,
@@ -156,7 +156,7 @@ def test_a_base_model_of_another_tokenizer_is_refused(
 def test_heads_of_another_model_are_refused(corpus: Any, base: Path, settings_with: Make) -> None:
     """Would catch NumPy's complaint about shapes from within the first update."""
     with pytest.raises(
-        ValueError, match=r"sft.mtp_loss_weights: .* each of the \d heads of .*, got 1: set model.mtp"
+        ValueError, match=r"sft.mtp_loss_weights: .* each of the \d MTP heads of .*, got 1; set model.mtp"
     ):
         run(corpus, base, settings_with("model.mtp_heads=1"))
 

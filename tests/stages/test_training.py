@@ -20,7 +20,7 @@ from stages.metrics import PlainDisplay, TrainingHistory
 from stages.resume import ResumeFolder, State, Work
 from stages.training import Outs, Task, ValidationResult, train
 from stages.training_settings import Training
-from stages.updates import held_out_nats, learning_rate, train_step
+from stages.updates import Outcome, held_out_nats, learning_rate, train_step
 
 CONFIG = ModelConfig(vocab_size=40, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=12, mtp_heads=2)
 SETTINGS = Training(
@@ -66,7 +66,7 @@ def task(one: Engine, data: Data | None = None) -> Task:
         nats, targets = held_out_nats(one, interrupt.checked([random_batch(1000), random_batch(1001)]))
         return ValidationResult(nats / targets, nats)
 
-    return Task(data or Data(), validate, lambda seed, interrupt: f"sample {seed}")
+    return Task(data or Data(), train_step, validate, lambda seed, interrupt: f"sample {seed}")
 
 
 def work(settings: Training = SETTINGS) -> Work:
@@ -265,7 +265,7 @@ def test_ctrl_c_saves_the_last_finished_step(
         run(tmp_path / "parts", one=disturbed.one, of=disturbed.task)
     lines = capsys.readouterr().out.splitlines()
     assert stopped.value.code == 130 and signal.getsignal(signal.SIGINT) is before
-    assert f"interrupted: step {saved} is saved; the same command goes on from there" == lines[-1]
+    assert f"interrupted: step {saved} is saved; the same command resumes there" == lines[-1]
     assert sum("Ctrl-C: saving" in line for line in lines) == 1
     again = Data()
     parts, history = run(tmp_path / "parts", again)
@@ -449,6 +449,37 @@ def test_a_batch_is_learnt_by_heart(tmp_path: Path) -> None:
         history.train[0][1] == pytest.approx(math.log(CONFIG.vocab_size), rel=0.1)
         and history.train[-1][1] < 0.05
     )
+
+
+def test_a_step_may_pair_sequences_and_ask_a_frozen_model(tmp_path: Path) -> None:
+    """Would catch a loop that only takes train_step: preference training (DPO) weights each target by two models."""
+    one, frozen, beta, margins = engine(4), engine(4), 0.5, []
+    chosen = np.array([1, 0, 1, 0], np.float32)  # sequences come in pairs, the chosen one first
+
+    class Pairs(Data):
+        def batch(self, index: int) -> Batch:
+            return random_batch(0, rows=4, supervised=1.0)
+
+    def logprobs(model: Engine, batch: Batch) -> np.ndarray:
+        return -(model.score(batch) * batch.loss_weight).sum(axis=1)
+
+    def step(engine: Engine, batches: Any, weights: Any, optimizer: AdamW, lr: float, meanwhile: Any, section: Any) -> Outcome:
+        (batch,) = batches
+        ahead = logprobs(engine, batch) - logprobs(frozen, batch)
+        margin = ahead[0::2] - ahead[1::2]
+        pull = np.repeat(beta / (1 + np.exp(beta * margin)), 2) * np.where(chosen, 1, -1)
+        weight = (batch.loss_weight * pull[:, None]).astype(np.float32)
+        with section():
+            engine.micro_step(replace(batch, loss_weight=weight), np.array([0.5, 0.0]))
+        engine.reduce()
+        loss = float(np.log1p(np.exp(-beta * margin)).mean())
+        margins.append(float(margin.mean()))
+        return Outcome(loss, loss, float(engine.update(optimizer, lr, meanwhile).grad_norm))
+
+    settings = replace(SETTINGS, steps=20, grad_accum_steps=1)
+    _, history = run(tmp_path, settings=settings, one=one, of=replace(task(one, Pairs()), step=step))
+    assert history.train[0][1] == pytest.approx(math.log(2), rel=1e-5) and history.train[-1][1] < 0.5
+    assert margins[0] == 0 and margins[-1] > 1
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
