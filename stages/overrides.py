@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 REGENERATE_HINT = "; `python -m stages.params --compose` makes it anew"
 
-# Keys of earlier versions, and what replaced each.
+# Keys and files of conf/ by their former names, and what replaced each.
 RENAMED = {
     "train_bpe.take": "train_bpe.pretrained",
     "shard.take": "shard.pretokenized",
@@ -28,6 +28,8 @@ RENAMED = {
     "pretrain.within_documents": "pretrain.document_mask",
     "sft.mtp_weights": "sft.mtp_loss_weights",
     "sft.too_long": "sft.overflow (drop | truncate)",
+    "model.nanoeuler": "model=nanoeuler_269m",
+    "experiment.nanoeuler": "+experiment=nanoeuler_269m",
 }
 
 
@@ -128,7 +130,7 @@ def _chooses_group(root: Path, override: Override) -> bool:
     files = sorted(path.stem for path in (root / "conf" / group).glob("*.yaml"))
     value = override.value()
     if not override.is_delete() and value not in files:
-        raise ValueError(f"{group}: no file conf/{group}/{value}.yaml{nearest(str(value), files)}")
+        raise ValueError(f"{group}: no file conf/{group}/{value}.yaml{nearest(f"{group}.{value}", files)}")
     return True
 
 

@@ -195,6 +195,8 @@ REFUSED = [
     ("pretrain.step=3", "unknown key pretrain.step; did you mean pretrain.steps"),
     ("pretrain.lr.x=3", "unknown key pretrain.lr.x"),
     ("model=gpt2_125m", "model: no file conf/model/gpt2_125m.yaml; did you mean gpt2_124m"),
+    ("model=nanoeuler", "no file conf/model/nanoeuler.yaml; it is now called model=nanoeuler_269m"),
+    ("+experiment=nanoeuler", r"nanoeuler.yaml; it is now called \+experiment=nanoeuler_269m"),
     ("+experiment=smok", "experiment: no file conf/experiment/smok.yaml; did you mean smoke"),
     ("experiment=smoke", r"use \+experiment=smoke"),
     ("model={layers: 3}", "model: no file conf/model"),
@@ -295,7 +297,8 @@ def test_stage_main_hands_over_settings(
 # later one was started would replace what that one made. The process that holds the lock is killed, as its `dvc` may have been
 # before: a lock that outlives it would be waited for without end.
 def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
-    held = "import time; from stages.program import stage_lock as lock\nwith lock('shard'): print('held', flush=True); time.sleep(60)"
+    held = "import time; from stages.program import stage_lock\n"
+    held += "with stage_lock('shard'): print('held', flush=True); time.sleep(60)"
     waits = "import sys; from stages.program import stage_main; stage_main('pretrain', lambda settings: print('ran'))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kernels.batch import Batch
-from kernels.config import ModelConfig, Numerics
 from kernels.engine import AdamW, Engine
 from stages import training as training_module
 from stages.interrupt import Interrupt
@@ -20,28 +19,8 @@ from stages.metrics import PlainDisplay, TrainingHistory
 from stages.resume import ResumeFolder, State, Work
 from stages.training import Outs, Task, ValidationResult, train
 from stages.training_settings import Training
-from stages.updates import Outcome, held_out_nats, learning_rate, train_step
-
-CONFIG = ModelConfig(vocab_size=40, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=12, mtp_heads=2)
-SETTINGS = Training(
-    seed=1, steps=10, micro_batch=3, grad_accum_steps=2, optimizer="adamw", schedule="cosine", lr=1e-2, min_lr=0.0,
-    warmup_steps=2, cooldown_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0,
-    mtp_loss_weights=(1.0, 0.1),
-    val_every=4, sample_every=5, checkpoint_every=3,
-)  # fmt: skip
-
-
-def engine(rows: int = 3) -> Engine:
-    return Engine(CONFIG, Numerics(), micro_batch=rows, device="cpu", threads=1, seed=7)
-
-
-def random_batch(index: int, rows: int = 3, supervised: float = 0.5) -> Batch:
-    """Micro-batch `index`: random ids, two documents a row, and some of the targets, in each batch another share of them."""
-    rng = np.random.default_rng([11, index])
-    ids = rng.integers(0, CONFIG.vocab_size, (rows, CONFIG.context + 1), dtype=np.int32)
-    document = np.repeat(np.arange(2, dtype=np.int32), CONFIG.context // 2)[None].repeat(rows, axis=0)
-    weight = (rng.random((rows, CONFIG.context)) < supervised * rng.random() + 0.1).astype(np.float32)
-    return Batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]), document, weight)
+from stages.updates import Outcome, held_out_nats, train_step
+from tests.stages.small_training import CONFIG, SETTINGS, engine, random_batch
 
 
 @dataclass
@@ -112,87 +91,6 @@ def same_files(a: Path, b: Path) -> bool:
         (a / "curves" / name).read_bytes() == (b / "curves" / name).read_bytes()
         for name in ("train.csv", "val.csv")
     )
-
-
-@pytest.mark.parametrize(
-    ("schedule", "cooldown", "expected"),
-    [
-        (
-            "cosine",
-            0,
-            {
-                0: 0.25,
-                3: 1.0,
-                4: 1.0,
-                12: 0.55,
-                19: 0.1 + 0.9 * (1 + math.cos(math.pi * 15 / 16)) / 2,
-                20: 0.1,
-            },
-        ),
-        ("wsd", 5, {0: 0.25, 3: 1.0, 15: 1.0, 16: 0.1 + 0.9 * 4 / 5, 19: 0.1 + 0.9 / 5, 20: 0.1}),
-        ("wsd", 0, {0: 0.25, 3: 1.0, 19: 1.0}),
-    ],
-)
-def test_learning_rate_at_its_corners(
-    schedule: Literal["cosine", "wsd"], cooldown: int, expected: dict[int, float]
-) -> None:
-    """Would catch a first step of learning rate 0, a peak never reached, and an end above or below min_lr."""
-    settings = replace(
-        SETTINGS, steps=20, warmup_steps=4, lr=1.0, min_lr=0.1, schedule=schedule, cooldown_steps=cooldown
-    )
-    for step, rate in expected.items():
-        assert learning_rate(step, settings) == pytest.approx(rate, rel=1e-12), step
-
-
-def test_no_warm_up_starts_at_the_peak() -> None:
-    """Would catch a division by warmup_steps = 0."""
-    assert learning_rate(0, replace(SETTINGS, warmup_steps=0)) == SETTINGS.lr
-
-
-def test_accumulation_is_one_large_batch() -> None:
-    """Would catch a mean of micro-batch means where their supervised tokens differ in number.
-
-    Float32 sums in another order differ by a few eps relative to the largest gradient; a mean of means is off by percents.
-    """
-    parts = [random_batch(index) for index in range(4)]
-    whole = Batch(
-        *(np.concatenate([getattr(part, name) for part in parts]) for name in Batch.__dataclass_fields__)
-    )
-    assert len({float(part.loss_weight.sum()) for part in parts}) > 1
-    small, large = engine(3), engine(12)
-    for one, batches in ((small, parts), (large, [whole])):
-        one.outcome = train_step(one, batches, (1.0, 0.1), AdamW(), lr=0.0)  # type: ignore[attr-defined]
-    a, b = small.outcome, large.outcome  # type: ignore[attr-defined]
-    assert a.loss == pytest.approx(b.loss, rel=1e-6) and a.total_loss == pytest.approx(b.total_loss, rel=1e-6)
-    assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
-    first, second = small.state()["exp_avg"], large.state()["exp_avg"]
-    assert np.max(np.abs(first - second)) <= 64 * np.finfo(np.float32).eps * np.max(
-        np.abs(second)
-    ) and np.any(second)
-
-
-def test_loss_is_head_0_and_the_total_weighs_the_heads() -> None:
-    """Would catch a reported loss that mixes the heads, or weights that enter twice."""
-    one, batches = engine(), [random_batch(0), random_batch(1)]
-    found = [one.evaluate(batch) for batch in batches]
-    nll, weight = (
-        np.concatenate([getattr(each, name) for each in found], axis=1) for name in ("nll", "weight")
-    )
-    heads = (nll * weight).sum(axis=(1, 2)) / weight.sum(axis=(1, 2))
-    outcome = train_step(one, batches, (1.0, 0.5), AdamW(), lr=0.0)
-    assert outcome.loss == pytest.approx(heads[0], rel=1e-5)
-    assert outcome.total_loss == pytest.approx(heads[0] + 0.5 * heads[1], rel=1e-5)
-
-
-def test_a_head_without_targets_is_left_out_and_head_0_may_not_be() -> None:
-    """Would catch 0/0 where a far head has no supervised target, and an update that silently teaches nothing."""
-    batch = random_batch(0)
-    weight = np.zeros_like(batch.loss_weight)
-    weight[:, 0] = 1  # the first target of a row is one token ahead of the first position only
-    outcome = train_step(engine(), [replace(batch, loss_weight=weight)], (1.0, 0.5), AdamW(), lr=0.0)
-    assert math.isfinite(outcome.grad_norm) and outcome.total_loss == outcome.loss > 0
-    with pytest.raises(ValueError, match="without a single target that counts"):
-        train_step(engine(), [replace(batch, loss_weight=np.zeros_like(weight))], (1.0, 0.5), AdamW(), lr=0.0)
 
 
 @pytest.mark.parametrize("killed_at", [1, 6, 19])
