@@ -111,7 +111,9 @@ class Evaluation:
         e, tokenizer, separator = self._settings.eval, self._tokenizer, special_id(self._tokenizer, SEPARATOR)
         if chat:
             asked = e.chat_prompts
-            prompts = [render_prompt([{"role": "user", "content": text}], tokenizer).tolist() for text in asked]
+            prompts = [
+                render_prompt([{"role": "user", "content": text}], tokenizer).tolist() for text in asked
+            ]
         else:
             asked = e.prompts
             prompts = [[separator, *tokenizer.encode(text).tolist()] for text in asked]

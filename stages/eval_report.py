@@ -76,7 +76,11 @@ def figure_table(figures: Mapping[str, dict[str, Any]]) -> str:
 
 
 def report_text(
-    table: str, scores: Mapping[str, Scores], counts: Mapping[str, int], missing: Mapping[str, str], device: str
+    table: str,
+    scores: Mapping[str, Scores],
+    counts: Mapping[str, int],
+    missing: Mapping[str, str],
+    device: str,
 ) -> str:
     """The Markdown report: metrics, prediction heads, samples and the device.
 

@@ -115,7 +115,11 @@ def run(argv: list[str]) -> None:
         help="the text to complete, - reads it from standard input; default: an empty text",
     )
     parser.add_argument(
-        "--count", type=int, default=1, metavar="N", help="number of texts; each takes the next seed; default 1"
+        "--count",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of texts; each takes the next seed; default 1",
     )
     args = parser.parse_args(argv)
     sampling, count = sampling_of(args), at_least_one("count", args.count)

@@ -74,7 +74,9 @@ def _initial_model(stage: str, settings: Settings, root: Path) -> Iterator[str]:
 
 
 def _vocab_size(settings: Settings, tokenizer_path: Path) -> int:
-    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # the stage that reads a damaged file names it
+    with suppress(
+        FileNotFoundError, ValueError, KeyError, TypeError
+    ):  # the stage that reads a damaged file names it
         return max(int(token["id"]) for token in json.loads(tokenizer_path.read_bytes())["added_tokens"]) + 1
     return settings.train_bpe.vocab_size
 
@@ -88,7 +90,10 @@ def _disk(stage: str, settings: Settings, root: Path) -> Iterator[str]:
     config = settings.model.config(_vocab_size(settings, root / "data" / "train_bpe" / "tokenizer.json"))
     parameters = 4 * flat_size(parameter_table(config))
     kept = STATES + (settings.pretrain.schedule == "wsd")
-    states, checkpoints = kept * 3 * parameters, len(TRAINED_STAGES) * parameters  # a state: parameters, two moments
+    states, checkpoints = (
+        kept * 3 * parameters,
+        len(TRAINED_STAGES) * parameters,
+    )  # a state: parameters, two moments
     there = sum(path.stat().st_size for path in (root / ".nanoeuler" / "resume").glob("*/*.safetensors"))
     there += sum(path.stat().st_size for path in (root / "data").glob("*/checkpoint/*.safetensors"))
     free = shutil.disk_usage(root).free

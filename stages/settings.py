@@ -40,7 +40,12 @@ class TrainBpe:
         require(min_size <= self.vocab_size <= 65536, "train_bpe.vocab_size", expected, self.vocab_size)
         require(self.sample_bytes >= 1, "train_bpe.sample_bytes", "at least 1", self.sample_bytes)
         distinct = len(set(self.special_tokens)) == len(self.special_tokens) and "" not in self.special_tokens
-        require(distinct, "train_bpe.special_tokens", "distinct texts that are not empty", list(self.special_tokens))
+        require(
+            distinct,
+            "train_bpe.special_tokens",
+            "distinct texts that are not empty",
+            list(self.special_tokens),
+        )
         missing = [token for token in NEEDED if token not in self.special_tokens]
         needed = f"also {', '.join(missing)} (used by documents and the chat template)"
         require(not missing, "train_bpe.special_tokens", needed, list(self.special_tokens))

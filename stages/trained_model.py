@@ -18,7 +18,12 @@ class TrainedModel:
     tokenizer: Tokenizer
 
     def engine(
-        self, *, numerics: Numerics | None = None, micro_batch: int = 1, device: str = "auto", threads: int = 0
+        self,
+        *,
+        numerics: Numerics | None = None,
+        micro_batch: int = 1,
+        device: str = "auto",
+        threads: int = 0,
     ) -> Engine:
         """An inference engine with the weights of the model; the arguments are those of Engine."""
         engine = Engine(

@@ -36,4 +36,10 @@ TRAINED_STAGES = (
     TrainedStage("sft", model="chat", kind="chat"),
 )
 BASE_MODEL, CHAT_MODEL = TRAINED_STAGES[0].name, TRAINED_STAGES[-1].name  # the commands' default for --model
-STAGES = ("download", "train_bpe", "shard", *(stage.name for stage in TRAINED_STAGES), "eval")  # as in dvc.yaml
+STAGES = (
+    "download",
+    "train_bpe",
+    "shard",
+    *(stage.name for stage in TRAINED_STAGES),
+    "eval",
+)  # as in dvc.yaml

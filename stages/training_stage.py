@@ -32,7 +32,9 @@ def build_engine(settings: Settings, training: Training, config: ModelConfig) ->
     engine = Engine(config, numerics, micro_batch=training.micro_batch, device=runtime.device, threads=runtime.threads,
                     seed=training.seed, optimizer=training.optimizer)  # fmt: skip
     libraries = ", ".join(f"{library} {number}" for library, number in versions().items())
-    size = f"{config.layers} layers, dim {config.dim}, context {config.context}, vocabulary {config.vocab_size}"
+    size = (
+        f"{config.layers} layers, dim {config.dim}, context {config.context}, vocabulary {config.vocab_size}"
+    )
     print(f"{training.section()}: {size}")
     print(f"{engine.describe()}; {libraries}\n{engine.plan_report()}", flush=True)
     return engine

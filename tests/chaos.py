@@ -1,19 +1,19 @@
-"""Kills the pipeline at random moments, again and again; in the end it must have made what it makes undisturbed.
+"""The crash test: kills the pipeline at random moments; in the end its files must equal those of an undisturbed run.
 
     python -m tests.chaos [--kills 100] [--seed 1]
 
-A copy of the repository with small texts and settings runs undisturbed first, twice: once with nothing compiled, once to measure
-how long each stage takes. Then `dvc repro` is started and killed, from the same folder, at a random moment of a chosen stage, and
-started anew, until a dozen kills are spent; then it runs to its end, and every file in data/ is compared. All that from an
-empty data/, as often as the number of kills takes. The ways to be killed:
+A copy of the repository with small texts and settings first runs undisturbed, twice: once with cold caches, once to measure the
+duration of each stage. Then `dvc repro` is started, killed at a random moment of a chosen stage, and started again, up to a dozen
+times. Then it runs to its end, and every file in data/ is compared. This repeats from an empty data/ until all kills are done.
+The kinds of kills:
 
-    stage   SIGKILL for the stage's process alone, as the system does where memory is short
-    dvc     SIGKILL for `dvc` alone; the stage goes on, and the next one of `dvc repro` has to wait for it
-    group   SIGKILL for dvc, the stage and what else they started, as when a machine is reset
+    stage   SIGKILL for the process of the stage only, as the system does when memory is short
+    dvc     SIGKILL for `dvc` only; the stage continues, and the stage of the next `dvc repro` must wait for it
+    group   SIGKILL for dvc, the stage and their children, as when a machine is reset
     ctrl-c  SIGINT for all of them
 
-Training repeats what came after its last checkpoint: counted are the steps that the killed process had finished or begun, minus
-the step that the next one goes on from. Exit code 1 where a file differs or more than one interval is repeated. POSIX only.
+Training repeats the steps after its last checkpoint. Counted are the steps that the killed process had finished or begun, minus
+the step at which the next process resumes. Exit code 1 if a file differs or more than one interval is repeated. POSIX only.
 """
 
 import argparse
@@ -53,15 +53,15 @@ WAYS = ("stage", "dvc", "group", "ctrl-c")
 TRAINED = [stage.name for stage in TRAINED_STAGES]
 TARGETS = (*STAGES, *TRAINED, *TRAINED)  # most kills hit training, which has the most to lose
 KILLS_A_RUN = 12
-LONGEST_S = 600  # of anything that is waited for; what takes longer hangs
+LONGEST_S = 600  # timeout of every wait
 
-# What DVC may say after a kill, and the file to delete then, as the README says.
+# Messages of DVC after a kill, and the file to delete then, as the README says.
 REPAIRS = {
     "Unable to read RWLock-file": ".dvc/tmp/rwlock",
     "is busy, it is being blocked by": ".dvc/tmp/rwlock",
     "dvc.lock' is invalid": "dvc.lock",
     "dvc.lock' validation failed": "dvc.lock",
-    # A stage that outlived its `dvc` wrote in the folder that DVC read or emptied. Nothing to delete: the next time goes well.
+    # A stage that outlived its `dvc` wrote to a folder that DVC read or emptied. Nothing to delete: the next run succeeds.
     "Directory not empty": "",
     "No such file or directory": "",
 }
@@ -78,7 +78,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Session:
-    """What one process trained: the step it went on from, and the one behind the last that it began."""
+    """The steps that one process trained: `begin` is where it resumed, `end` is the last step that it began."""
 
     begin: int
     end: int
@@ -203,7 +203,7 @@ def disturb(
     while dvc.poll() is None:
         stage = pipeline.stage()
         if stage and moment == float("inf") and STAGES.index(stage) >= STAGES.index(planned.stage):
-            # What goes on from a checkpoint ends sooner; a later moment would mostly fall into the stage after it.
+            # A resumed stage ends sooner; a later moment would mostly fall into the next stage.
             resumed = any(f"Running stage '{stage}'" in earlier for earlier in pipeline.earlier())
             moment = time.monotonic() + rng.uniform(0, lengths_s[stage] * (0.5 if resumed else 1))
         if time.monotonic() >= moment and strike(pipeline, dvc, planned.way):

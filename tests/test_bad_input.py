@@ -1,7 +1,7 @@
-"""What a user can do wrong or a disk can do to files: one line of the stage's own main() that says what, where and what to do.
+"""Faults of users and disks: the stage's main() prints one line that says what is wrong, where, and what to do.
 
-One small pipeline is run; for each fault a copy of it is spoilt in one place and the stage that meets the fault is started. What
-a message must hold stands in the table: the file, the key or the value, what was expected, what to do.
+A small pipeline runs once. For each fault a copy of it is damaged in one place, and the stage that meets the fault is started.
+The table holds the required parts of the message: file, key or value, what was expected, what to do.
 """
 
 import importlib
@@ -170,12 +170,12 @@ FAULTS: dict[str, tuple[str, Spoil | None, list[str], str]] = {
     "one window": ("pretrain", None, ["model.context=1000"], "split val has .* tokens and needs 1001, .*smaller model.context"),
     # Checkpoints.
     "no weights": ("sft", gone(WEIGHTS), [], f"{WEIGHTS}: expected a file of a checkpoint, found none; run `make repro`"),
-    "cut weights": ("sft", cut(WEIGHTS), [], f"{WEIGHTS}: half written or edited: .*sha256 .*model.json; run `make repro`"),
-    "cut model.json": ("sft", cut(MODEL), [], f"{MODEL}: half written or edited .*; run `make repro`"),
-    "list for model.json": ("sft", text(MODEL, "[]"), [], f"{MODEL}: half written or edited .*; run `make repro`"),
-    "edited model.json": ("sft", model('"heads": 2', '"heads": 1'), [], f"{MODEL}: half written or edited .*; run `make repro`"),
-    "foreign checkpoint": ("sft", other_tokenizer, [], "checkpoint: trained with the tokenizer .*here is .*; use that or run"),
-    "foreign checkpoint, eval": ("eval", other_tokenizer, [], "checkpoint: trained with the tokenizer .*here is .*; use that"),
+    "cut weights": ("sft", cut(WEIGHTS), [], f"{WEIGHTS}: incomplete or edited: .*sha256 .*model.json; run `make repro`"),
+    "cut model.json": ("sft", cut(MODEL), [], f"{MODEL}: incomplete or edited .*; run `make repro`"),
+    "list for model.json": ("sft", text(MODEL, "[]"), [], f"{MODEL}: incomplete or edited .*; run `make repro`"),
+    "edited model.json": ("sft", model('"heads": 2', '"heads": 1'), [], f"{MODEL}: incomplete or edited .*; run `make repro`"),
+    "foreign checkpoint": ("sft", other_tokenizer, [], "checkpoint: trained with tokenizer .*the one given is .*, or run"),
+    "foreign checkpoint, eval": ("eval", other_tokenizer, [], "checkpoint: trained with tokenizer .*the one given is .*, or run"),
     # Training.
     "long conversations": (
         "sft", long_talk, [], "no conversation is left of 1: 1 are longer than model.context = 32.* or sft.overflow: truncate",
@@ -235,7 +235,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# Half a shard, state or model that is taken for whole; a good state that is lost with the new one.
+# An incomplete shard, state or model that is used; a good state that is lost together with the new one.
 @pytest.mark.parametrize(
     ("stage", "size", "trained", "message"),
     [

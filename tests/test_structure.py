@@ -1,4 +1,4 @@
-"""The rules that keep the house in order, as far as a machine can check them."""
+"""The structure of the repository, as far as a machine can check it."""
 
 import ast
 import re
@@ -122,14 +122,14 @@ def closure(name: str) -> set[str]:
     return found
 
 
-# A stage, command or module that is in the wrong list or in none would escape the rules for its kind.
+# A stage, command or module in the wrong list, or in none, would escape the rules for its kind.
 def test_stages_folder_holds_the_three_lists() -> None:
     found = {Path(name).stem for name in tracked() if re.fullmatch(r"stages/[^/]+\.py", name)} - {"__init__"}
     assert found == {*STAGES, *COMMANDS, *MODULES}
     assert len(found) == len(STAGES) + len(COMMANDS) + len(MODULES)
 
 
-# A stage whose name differs between dvc.yaml, its module, its parameters, its data or its test is found by nobody.
+# A stage must have the same name in dvc.yaml, its module, its parameters, its data and its test.
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_name_a_stage(stage: str) -> None:
     assert tuple(DVC["stages"]) == STAGES
@@ -208,7 +208,7 @@ def test_deps_are_the_imports(stage: str) -> None:
     assert deps == sorted(deps)
 
 
-# A file of this machine that a stage reads behind DVC's back: an older text would come out of the run cache as up to date.
+# A local file that is not a dependency: the run cache would restore the result of an older text.
 # Each such key is a path in params.yaml, since DVC can't hash a null.
 def test_local_files_are_dependencies() -> None:
     paths = {
@@ -236,22 +236,26 @@ def test_data_flows_one_way() -> None:
         written |= new
     plotted = [path for plot in DVC["plots"] for path in next(iter(plot.values()))["y"]]
     for path in [*plotted, *(artifact["path"] for artifact in DVC["artifacts"].values())]:
-        untracked = path in {f"data/{stage.name}/speed.csv" for stage in TRAINED_STAGES}  # differs between runs
+        untracked = path in {
+            f"data/{stage.name}/speed.csv" for stage in TRAINED_STAGES
+        }  # differs between runs
         assert untracked or any(path == out or path.startswith(f"{out}/") for out in written), path
 
 
-# An uncached entry of `outs` turns off the run cache of its whole stage: going back to earlier parameters would train anew.
+# An uncached entry of `outs` disables the run cache of its stage: returning to earlier parameters would train again.
 def test_uncached_outs_are_metrics_or_plots() -> None:
     for stage, spec in DVC["stages"].items():
         for out in spec["outs"]:
             assert isinstance(out, str) or "cache" not in next(iter(out.values())), stage
 
 
-# A section that a stage uses but does not track changes its result behind DVC's back; one that it tracks but does not use
-# makes it run for nothing. `runtime` alone is untracked.
+# DVC must track every section that a stage uses, or its result changes unnoticed; a section that is tracked but not used causes
+# needless runs. Only `runtime` is untracked.
 @pytest.mark.parametrize("stage", STAGES)
 def test_params_are_what_the_stage_uses(stage: str) -> None:
-    shared = {"stages/training_stage.py"} & set(imported(f"stages/{stage}.py"))  # reads settings for the stage
+    shared = {"stages/training_stage.py"} & set(
+        imported(f"stages/{stage}.py")
+    )  # reads settings for the stage
     files = (f"stages/{stage}.py", *shared)
     source = "".join((ROOT / name).read_text(encoding="utf-8") for name in files)
     used = {match for match in re.findall(r"settings\.(\w+)(?:\.(\w+))?", source) if match[0] in PARAMS}

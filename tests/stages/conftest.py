@@ -58,7 +58,8 @@ def write_shards(folder: Path, tokenizer: Tokenizer, texts: dict[str, list[str]]
     counts = {}
     for split, documents in texts.items():
         parts = [
-            np.append(np.int32(tokenizer.special[SPECIAL[0]]), tokenizer.encode(document)) for document in documents
+            np.append(np.int32(tokenizer.special[SPECIAL[0]]), tokenizer.encode(document))
+            for document in documents
         ]
         ids = np.concatenate(parts)
         file = write_shard(shard_path(folder, split, 0), ids, tokenizer.vocab_size)

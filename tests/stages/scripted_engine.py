@@ -1,4 +1,4 @@
-"""A tokenizer without merges, an engine that says what a test tells it to, and a tiny trained model on disk."""
+"""A tokenizer without merges, an engine that writes scripted answers, and a tiny model on disk."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +14,9 @@ from stages.tokenizer.file_format import BYTE_ORDER, Vocabulary
 from stages.trained_stages import TRAINED_STAGES
 
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-TOKENIZER = Tokenizer(Vocabulary([bytes([byte]) for byte in BYTE_ORDER], [], {}).with_special(SPECIAL, "test"))
+TOKENIZER = Tokenizer(
+    Vocabulary([bytes([byte]) for byte in BYTE_ORDER], [], {}).with_special(SPECIAL, "test")
+)
 END = TOKENIZER.special["<|end|>"]
 CTRL_C = -1  # in a script: the user presses it while this token is computed
 
@@ -34,9 +36,9 @@ class ScriptCache:
 
 @dataclass
 class ScriptedEngine:
-    """Each cache begins the next of `answers`, whose ids are drawn one after the other.
+    """Each new cache begins the next of `answers`, whose ids are generated one by one.
 
-    The first tokens each answer was asked with are in `prompts`.
+    `prompts` holds the prompt of each answer.
     """
 
     context: int

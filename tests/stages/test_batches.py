@@ -107,7 +107,7 @@ def test_epochs_differ_and_leave_out_other_tokens(tmp_path: Path) -> None:
 
 
 def test_batch_is_a_function_of_index_and_seed(tmp_path: Path) -> None:
-    """Catches hidden state: a resumed run, or a rank that takes every second batch, must read what a whole run reads."""
+    """Catches hidden state: a resumed run, or a rank that reads every second batch, must read the same tokens."""
     shards = make_split(tmp_path, np.arange(300))
     straight = pretrain(shards)
     forward = [straight.batch(index).tokens for index in range(30)]
@@ -128,7 +128,7 @@ def test_epoch_border_inside_a_batch(tmp_path: Path) -> None:
 
 
 def test_documents_follow_the_separators(tmp_path: Path) -> None:
-    """Catches attention across documents: a new document begins at its separator, not behind it."""
+    """Catches attention across documents: a document begins at its separator, not after it."""
     shards = make_split(tmp_path, np.array([1, 2, SEPARATOR, 3, SEPARATOR, SEPARATOR, 4, 5, 6]))
     batch = pretrain(shards, micro_batch=1).batch(0)
     assert batch.document.tolist() == [[0, 0, 1, 1, 2, 3, 3, 3]]
@@ -177,7 +177,7 @@ def test_too_small_a_split_is_refused_with_numbers(tmp_path: Path) -> None:
 
 
 def test_sequential_batch_is_the_stream(tmp_path: Path) -> None:
-    """Catches a curve that reads other tokens than the engine beside which it is laid."""
+    """Catches a loss curve on other tokens than those of the engine it is compared with."""
     shards = make_split(tmp_path, np.arange(100))
     for step in range(4):
         batch = sequential_batch(shards, step, micro_batch=3, context=8)
@@ -202,7 +202,7 @@ def test_arrays_are_what_the_engine_takes(tmp_path: Path) -> None:
 
 
 def test_updates_batches_come_in_order_each_once_whether_fetched_ahead_or_not() -> None:
-    """Would catch an update that takes the next one's batches, fetches its own twice, or fetches beyond the last update's."""
+    """Catches an update that gets the batches of the next one, fetches its own twice, or fetches after the last update."""
     asked: list[int] = []
 
     class Source:

@@ -55,8 +55,8 @@ def inputs(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -
     monkeypatch.setattr("builtins.input", read)
 
 
-# The model has to read the whole conversation in the template it was trained with; a message with braces, percent signs or
-# special tokens typed out is plain text in it.
+# The model must read the whole conversation in the template it was trained with. Braces, percent signs and typed special tokens
+# in a message are plain text.
 def test_reads_the_conversation_by_the_template(capsys: pytest.CaptureFixture[str]) -> None:
     one, engine = talk(says("Yes."), says("No."))
     assert reply(one, "<|end|>{0}%d") == "model"
@@ -75,7 +75,7 @@ def test_special_tokens_never_in_an_answer(capsys: pytest.CaptureFixture[str]) -
     assert engine.prompts[1].count(USER) == 2
 
 
-# Half a character on the screen is garbage, and so is a whole one that comes late.
+# A part of a character on the screen is garbage; a complete one must not be delayed.
 def test_streams_whole_characters() -> None:
     one, _ = talk([*ids("a\u20ac\U0001f600b"), ids("\u20ac")[0], END])
     shown: list[str] = []
@@ -86,7 +86,7 @@ def test_streams_whole_characters() -> None:
     )
 
 
-# Ctrl-C must end the answer alone: the program goes on, and the model remembers what it had said.
+# Ctrl-C must end only the answer: the program continues, and the answer so far stays in the conversation.
 def test_ctrl_c_stops_the_answer_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +100,7 @@ def test_ctrl_c_stops_the_answer_only(
     assert engine.prompts[1] == render_prompt(one.messages[:3], TOKENIZER).tolist()
 
 
-# Ctrl-C before anything is asked must not leave either; the end of the input and /exit do.
+# Ctrl-C before the first question must not exit either; the end of the input and /exit do.
 def test_leaving(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     one, _ = talk(says("Yes."))
     inputs(monkeypatch, KeyboardInterrupt, "", "  ", "first", "/exit", "second")
@@ -112,7 +112,7 @@ def test_leaving(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     converse(one)
 
 
-# A context that is full must lose its oldest turns whole: half a turn is a conversation such as the model never saw.
+# A full context must lose whole turns: the model was never trained on half a turn.
 def test_oldest_turns_are_left_out_whole(capsys: pytest.CaptureFixture[str]) -> None:
     answers = [says("1234"), says("5678"), says("90")]
     one, engine = talk(
@@ -126,7 +126,7 @@ def test_oldest_turns_are_left_out_whole(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "(the context is full: the oldest 1 turn dropped)\n"
 
 
-# Room is kept for an answer, but a long question alone is answered as far as it goes rather than refused.
+# A long question leaves less room for its answer; the answer is cut, but the question is not refused.
 def test_long_question(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     one, _ = talk(says("a"), [*ids("abcdef")], says("a"), context=20)
     reply(one, "1")
@@ -139,7 +139,7 @@ def test_long_question(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert printed.out == "a\n", "the conversation goes on after the refusal"
 
 
-# An answer without an end must be cut and said to be cut, or it looks like a broken sentence of the model's.
+# An answer that is cut at max_tokens must say so, or it looks like a sentence the model broke off.
 def test_max_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     one, _ = talk(ids("abcdef"), ids("ab"), max_tokens=4)
     assert reply(one, "?") == "max_tokens"
@@ -148,7 +148,7 @@ def test_max_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_tokens = 4" in printed.err
 
 
-# Each setting by its command; a value that is none must change nothing and name the setting.
+# Each command changes its setting; an invalid value must change nothing and name the setting.
 def test_commands_change_settings() -> None:
     one, _ = talk()
     for command in ("/temperature 0.7", "/top_k 7", "/top_p  0.9", "/seed 3", "/max_tokens 11"):
@@ -174,7 +174,7 @@ def test_commands_change_settings() -> None:
         assert one.describe() == before
 
 
-# /help that misses a command hides it; a typo taken for a message would be answered.
+# /help must list every command; a mistyped command must not be answered as a message.
 def test_help_and_unknown_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,11 +183,13 @@ def test_help_and_unknown_command(
         assert f"/{name} " in run_command(one, "/help")
     inputs(monkeypatch, "/temprature 1", "/")
     converse(one)
-    assert capsys.readouterr().err.startswith("error: /temprature: no such command; /help lists the commands\n")
+    assert capsys.readouterr().err.startswith(
+        "error: /temprature: no such command; /help lists the commands\n"
+    )
     assert engine.prompts == []
 
 
-# What was said before /reset must not be read again.
+# After /reset the model must not read earlier messages.
 def test_reset() -> None:
     one, engine = talk(says("a"), says("b"))
     reply(one, "first")
@@ -199,7 +201,7 @@ def test_reset() -> None:
 SYSTEM = [TOKENIZER.special["<|system|>"], *ids("Be brief."), END]
 
 
-# The model is trained on system messages; one that is dropped with the oldest turns would be forgotten in the middle of a talk.
+# The system message must not be dropped with the oldest turns.
 def test_system_message_stays(capsys: pytest.CaptureFixture[str]) -> None:
     one, engine = talk(*[says("ok")] * 6, context=40, max_tokens=4)
     assert run_command(one, "/system Be brief.") == "new conversation, with this system message"
@@ -219,7 +221,7 @@ def test_system_message_stays(capsys: pytest.CaptureFixture[str]) -> None:
     assert engine.prompts[-1] == [USER, *ids("f"), END, ASSISTANT]
 
 
-# A system message that fills the context is said at once, not at every question; and it must not take the place of the old one.
+# A system message that fills the context is refused at once, not at every question; the old one stays.
 def test_a_system_message_that_leaves_no_room() -> None:
     one, _ = talk(context=20)
     one.begin("Be brief.")
@@ -230,7 +232,7 @@ def test_a_system_message_that_leaves_no_room() -> None:
     assert one.system == "Be brief."
 
 
-# A message such as a path begins with a slash; it was taken for a command that does not exist.
+# A message such as a path begins with a slash; it was read as an unknown command.
 def test_a_message_that_begins_with_a_slash(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,7 +263,7 @@ def printed(trained: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
     return run
 
 
-# A script wants the answer alone, and the same one for the same seed.
+# A script needs only the answer, and the same one for the same seed.
 def test_one_shot_prints_only_the_answer(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for seed in (1, 1, 2):
@@ -272,7 +274,7 @@ def test_one_shot_prints_only_the_answer(trained: Path, capsys: pytest.CaptureFi
     assert all("context" not in one.err and "model" not in one.err for one in answers)
 
 
-# --system has to reach the model in the one-shot form, too.
+# --system must reach the model with --prompt, too.
 def test_system_message_of_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -283,8 +285,7 @@ def test_system_message_of_the_command_line(
     assert capsys.readouterr().out == "ok\n"
 
 
-# Without a terminal each line is a message; prompts or the banner among the answers would spoil a pipe, and so would the
-# locale's encoding.
+# Without a terminal each line is a message. Prompts, the banner or the encoding of the locale would corrupt the piped output.
 def test_piped_lines(monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str]) -> None:
     piped(monkeypatch, b"Hello\n\xc3\xa9\xff\n")
     both = printed("--seed", "4")
@@ -293,7 +294,7 @@ def test_piped_lines(monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str
     assert "/help" not in both
 
 
-# Every answer of a conversation with the same draws would repeat itself; a seed set again must repeat the answers.
+# Each answer needs its own random numbers; setting the seed again must repeat the answers.
 def test_seed_counts_up_by_answer(monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
     model = open_model("sft", Path("data/train_bpe/tokenizer.json"))
     one = Chat(model.engine(), model.tokenizer, Sampling(seed=1), 8)
@@ -315,7 +316,7 @@ def test_seed_counts_up_by_answer(monkeypatch: pytest.MonkeyPatch, trained: Path
     assert answers() == first
 
 
-# Ctrl-C in the one-shot form is for the program: a script must see that it was interrupted.
+# With --prompt, Ctrl-C ends the program: a script must see that it was interrupted.
 def test_ctrl_c_ends_the_one_shot_form(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The stage eval: each figure against a plain computation, and outs that are whole, finite and the same each time."""
+"""The stage eval: each metric compared with a plain computation; complete, finite and reproducible outputs."""
 
 import csv
 import dataclasses
@@ -38,7 +38,7 @@ FIGURES = (
 
 @pytest.fixture(scope="module")
 def models(corpus: Any, settings_with: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of two models that learnt nothing, which scoring does not mind."""
+    """Checkpoints of two untrained models."""
     tokenizer, folder = Tokenizer.load(corpus.tokenizer), tmp_path_factory.mktemp("models")
     config = settings_with().model.config(tokenizer.vocab_size)
     for seed, name in enumerate(("base", "chat")):
@@ -184,8 +184,8 @@ class Oracle:
         return nll
 
 
-def test_answers_cost_more_behind_foreign_questions(corpus: Any) -> None:
-    """Would catch questions that stay where they are, answers that differ between both, and ends counted as content."""
+def test_answers_cost_more_after_shuffled_questions(corpus: Any) -> None:
+    """Would catch questions that are not exchanged, answers that differ between both, and end tokens counted as content."""
     tokenizer = Tokenizer.load(corpus.tokenizer)
     held_out = list(read_conversations(corpus.val))
     answers = scoring.held_out_answers(held_out, tokenizer, context=32, seed=3)
@@ -223,7 +223,7 @@ def test_a_conversation_that_fits_one_way_only_takes_no_part(corpus: Any) -> Non
     assert learnt[0] == learnt[1] and 1 <= len(true) <= 4
 
 
-# eval died after all training where one conversation was held out, or none fitted: the other figures were lost with it.
+# eval failed after all training if one conversation was held out, or none fitted: the other metrics were lost with it.
 @pytest.mark.parametrize(
     ("talks", "context", "missing"),
     [
@@ -312,7 +312,7 @@ class Writer:
 def test_a_reply_ends_by_itself_or_not(
     prompts: list[list[int]], max_tokens: int, lengths: list[int], ended: list[bool]
 ) -> None:
-    """Would catch a reply that was cut off, or went on in a context cut anew, counted as ended, and the end shown as text."""
+    """Would catch a cut reply counted as ended, also one that continued beyond a full context, and the end token as text."""
     engine: Any = Writer()
     replies = scoring.write_replies(
         engine, prompts, Sampling(temperature=0), max_tokens=max_tokens, end_id=10
@@ -355,5 +355,5 @@ def test_a_model_of_another_tokenizer_is_refused(
     """Would catch figures of a model that reads other ids."""
     config = ModelConfig(vocab_size=300, layers=1, heads=1, kv_heads=1, dim=8, ffn=8, context=32)
     checkpoint.save(tmp_path / "chat", {}, config, "0" * 64)
-    with pytest.raises(ValueError, match="chat: trained with the tokenizer 000000000000"):
+    with pytest.raises(ValueError, match="chat: trained with tokenizer 000000000000"):
         run(corpus, {**models, "chat": tmp_path / "chat"}, settings_with(), tmp_path)

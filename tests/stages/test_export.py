@@ -1,4 +1,4 @@
-"""The command export: files, names and shapes of both classes, and what it refuses. tests/parity holds them against PyTorch."""
+"""The command export: files, names and shapes of both classes, and refusals. tests/parity compares logits with PyTorch."""
 
 import json
 import sys
@@ -125,8 +125,8 @@ def test_padding_is_cut_whatever_there_is_of_it(vocab_size: int, tmp_path: Path)
     )
 
 
-def test_further_heads_stand_beside_the_model(tmp_path: Path) -> None:
-    """Would catch head 0 among them, and heads that an earlier export left behind."""
+def test_mtp_heads_have_their_own_file(tmp_path: Path) -> None:
+    """Would catch head 0 among them, and heads that remain from an earlier export."""
     _, _, made = exported(EULER, tmp_path)
     further = load_file(tmp_path / export.MTP_HEADS_FILE)["heads.weight"]
     assert np.array_equal(further, made.weights["head.weight"][1:, :VOCAB])
@@ -144,7 +144,8 @@ def test_token_ids_and_chat_template(tmp_path: Path) -> None:
     assert ids == {"eos_token_id": [separator, end], "bos_token_id": separator, "pad_token_id": pad}
     config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert (
-        config["pad_token"] not in (config["eos_token"], config["bos_token"]) and config["model_max_length"] == 7
+        config["pad_token"] not in (config["eos_token"], config["bos_token"])
+        and config["model_max_length"] == 7
     )
     assert (
         "{%- generation -%}" in config["chat_template"] and "{%- endgeneration -%}" in config["chat_template"]
@@ -163,7 +164,7 @@ def test_a_tokenizer_without_chat_tokens_has_no_template() -> None:
 
 
 def test_same_model_same_bytes_in_files_that_all_may_read(tmp_path: Path) -> None:
-    """Would catch dates, paths or an order of hashing in the files, and leftovers beside them."""
+    """Would catch dates, paths or hash order in the files, and leftover files."""
     for name in ("a", "b"):
         exported(EULER, tmp_path / name)
     for path in (tmp_path / "a").iterdir():
@@ -239,7 +240,9 @@ def test_the_separator_begins_the_texts_of_a_base_model(tmp_path: Path) -> None:
         path = tmp_path / kind / "tokenizer.json"
         theirs = tokenizers.Tokenizer.from_file(str(path))
         assert theirs.encode("some text").ids == [*first, *TOKENIZER.encode("some text").tolist()]
-        assert theirs.encode("some text", add_special_tokens=False).ids == TOKENIZER.encode("some text").tolist()
+        assert (
+            theirs.encode("some text", add_special_tokens=False).ids == TOKENIZER.encode("some text").tolist()
+        )
         assert Tokenizer.load(path).sha256 == TOKENIZER.sha256
     TOKENIZER.save(tmp_path / "tokenizer.json")
     assert (tmp_path / "chat" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()

@@ -41,8 +41,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
     return 0
 
 
-# A base model knows texts only from the separator on; the prompt belongs to the text that is printed, and a special token
-# ends it without being shown.
+# The model must read the separator before the prompt. The output contains the prompt; a special token ends it and is not shown.
 def test_goes_on_with_the_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine = scripted(monkeypatch, [*ids("MEO"), SEPARATOR])
     generate.run(["--prompt", "RO", "--temperature", "0"])
@@ -103,7 +102,7 @@ def test_banner_tells_model_and_seed(trained: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == first.out
 
 
-# Longer than the context: the command must go on, as it says.
+# Generation must continue when the context is full.
 def test_goes_on_beyond_the_context(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +152,7 @@ def test_arguments_are_validated(
     assert capsys.readouterr().err.startswith(f"error: {name}: expected ")
 
 
-# With drafts the text must stay the same, and what they were worth be told; a model of one head has none to offer.
+# Drafts must not change the text, and their acceptance is reported; a model with one head cannot draft.
 def test_speculative(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -177,7 +176,7 @@ def test_speculative(
         assert "tokens a pass" not in texts[0].err
 
 
-# An option that is not passed on would leave all cores to the command, whatever else runs on them.
+# --threads must reach the engine.
 def test_threads(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(monkeypatch, "--threads", "1", "--max-tokens", "1") == 0
     assert ", 1 of " in capsys.readouterr().err
@@ -185,7 +184,7 @@ def test_threads(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().err.startswith("error: runtime.threads: expected 0 (all) to ")
 
 
-# A reader that has what it wants goes, as `| head` does: nothing went wrong that there would be to say.
+# A reader that closes the pipe, as `| head` does, is not an error.
 def test_a_reader_that_goes(trained: Path) -> None:
     command = [sys.executable, "-m", "stages.generate", "--max-tokens", "500", "--temperature", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

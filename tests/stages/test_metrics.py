@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: right figures, small files, no terminal needed."""
+"""Display and outputs of a run: correct figures, small files, no terminal needed."""
 
 import io
 import json
@@ -100,7 +100,7 @@ def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_record_survives_json(tmp_path: Path) -> None:
+def test_history_survives_json(tmp_path: Path) -> None:
     """Would catch curves that a resumed run loses or writes differently."""
     history = TrainingHistory(
         [(1, 3.5, 4.0, 1e-3, 0.5)], [(1, 3.25, 2.5)], [(1, "\u00fc\n\u2028")], [(1, 100.0)], 1.5, [7]
@@ -129,7 +129,7 @@ def curve(steps: int, rows: Rows | None = None) -> Rows:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 999, 1000, 1001, 1002, 1999, 2001, 2002, 4003, 10000])
-def test_a_curve_depends_on_the_steps_done_alone(steps: int) -> None:
+def test_a_curve_depends_only_on_the_steps_done(steps: int) -> None:
     """Would catch a CSV of a line a step, which Git keeps; a first or newest step that is not shown; and a curve that a run
     of other steps, or a resumed one, has otherwise."""
     every = 1

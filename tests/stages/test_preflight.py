@@ -172,7 +172,7 @@ def test_a_run_of_dvc_is_refused_and_one_by_hand_is_told(
     monkeypatch.delenv("DVC_STAGE", raising=False)
     look_ahead("pretrain", long)
     assert capsys.readouterr().err.startswith(
-        "note: `dvc repro` would refuse this: eval: eval.prompts[0] takes "
+        "note: `dvc repro` would stop here: eval: eval.prompts[0] takes "
     )
     monkeypatch.setenv("DVC_STAGE", "pretrain")
     with pytest.raises(

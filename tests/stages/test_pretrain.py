@@ -1,4 +1,4 @@
-"""The stage pretrain, small and whole: right outs, right figures, the same bytes however often it was stopped."""
+"""The stage pretrain, small: correct outputs and figures, the same bytes however often it was stopped."""
 
 import csv
 import json
@@ -142,7 +142,7 @@ def test_killed_and_resumed_gives_the_same_bytes(
 def test_only_the_same_work_is_resumed(
     corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a run that goes on from another learning rate's weights, or repeats what is done; outs of finished work
+    """Would catch a run that continues from weights of another learning rate, or repeats finished work; outs of finished work
     that come back otherwise; and its provenance overwritten by the run that only wrote the outs again."""
     first = run(corpus, settings_with(), "first")
     provenance = next(Path(".nanoeuler/runs").glob("pretrain-*/provenance.json"))
@@ -192,7 +192,7 @@ def test_steps_of_a_wsd_run_can_be_raised(
     run(corpus, settings_with(*wsd), "short")
     capsys.readouterr()
     longer = run(corpus, settings_with(*more), "long")
-    assert "goes on from step 4 of an earlier run of 6 steps" in capsys.readouterr().out
+    assert "resumed at step 4 of an earlier run of 6 steps" in capsys.readouterr().out
     assert outs(longer) == outs(whole)
     run(corpus, settings_with(*more, "pretrain.lr=0.001"), "other")
     run(corpus, settings_with(), "cosine")
@@ -273,7 +273,7 @@ def test_a_checkpoint_that_dvc_deletes_is_refused(settings_with: Make, path: str
     assert settings_with("pretrain.init_from=data/pretrained").pretrain.initial == Path("data/pretrained")
 
 
-def test_plan_is_printed_alone(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_plan_is_printed(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
     """Would catch a plan that trains, or writes something that DVC would take for a result."""
     run(corpus, settings_with("runtime.plan=true"))
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The stage sft, small and whole: it starts from the base model and learns the answers alone."""
+"""The stage sft, small: it starts from the base model, and only answers are supervised."""
 
 import csv
 import math
@@ -65,7 +65,7 @@ def curve(path: Path) -> list[dict[str, str]]:
 
 
 def test_starts_from_the_base_model_and_learns(corpus: Any, base: Path, settings_with: Make) -> None:
-    """Would catch fresh weights in place of the base model's, and answers that are not learnt."""
+    """Would catch random initial weights, and answers that are not trained."""
     out = run(corpus, base, settings_with("sft.steps=40", "sft.lr=0.01", "sft.val_every=40"))
     before, after = checkpoint.load(base), checkpoint.load(out / "checkpoint")
     assert after.config == before.config and after.tokenizer_sha256 == before.tokenizer_sha256
@@ -116,7 +116,9 @@ def test_packed_conversations_are_learnt_as_if_each_stood_alone(corpus: Any) -> 
     Loss sums and gradients of all heads, in float64, where only the order of sums differs between the two.
     """
     tokenizer = Tokenizer.load(corpus.tokenizer)
-    rendered = render_all(islice(read_conversations(corpus.train), 12), tokenizer, context=64, overflow="drop")
+    rendered = render_all(
+        islice(read_conversations(corpus.train), 12), tokenizer, context=64, overflow="drop"
+    )
     config = ModelConfig(
         tokenizer.vocab_size, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=64, mtp_heads=2
     )
@@ -149,7 +151,7 @@ def test_a_base_model_of_another_tokenizer_is_refused(
     Tokenizer.train(["another text, another vocabulary"], 256 + len(special), special).save(
         tmp_path / "tokenizer.json"
     )
-    with pytest.raises(ValueError, match="checkpoint: trained with the tokenizer"):
+    with pytest.raises(ValueError, match="checkpoint: trained with tokenizer"):
         run(corpus, base, settings_with(), tokenizer_path=tmp_path / "tokenizer.json")
 
 
@@ -161,7 +163,7 @@ def test_heads_of_another_model_are_refused(corpus: Any, base: Path, settings_wi
         run(corpus, base, settings_with("model.mtp_heads=1"))
 
 
-def test_plan_is_printed_alone(
+def test_only_the_plan_is_printed(
     corpus: Any, base: Path, settings_with: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Would catch a plan that trains."""

@@ -185,7 +185,7 @@ def test_ctrl_c_in_the_first_step_has_nothing_to_save(
 
 
 def test_a_saved_step_is_not_saved_again(tmp_path: Path) -> None:
-    """Would catch a Ctrl-C right behind a checkpoint that waits for the same state to be written once more."""
+    """Would catch a Ctrl-C right after a checkpoint that writes the same state again."""
     disturbed = Disturbed("micro_step", 7)  # the first of step 4; step 3 is saved
 
     class Counting(ResumeFolder):
@@ -218,7 +218,7 @@ WSD = replace(SETTINGS, schedule="wsd")
     [
         ((6, 2), (10, 3), 4),  # from before the cool-down of the first, which ends between two checkpoints
         ((6, 0), (10, 3), 6),  # from its end, whose last validation and sample the longer run has not
-        ((6, 0), (6, 2), 3),  # another cool-down alone: the state before it is a checkpoint's
+        ((6, 0), (6, 2), 3),  # only another cool-down: the state before it is that of a checkpoint
         ((8, 4), (8, 3), 4),
         ((5, 1), (4, 0), 4),  # a shorter one
     ],
@@ -237,7 +237,7 @@ def test_a_wsd_run_of_other_steps_goes_on_as_if_from_scratch(
     capsys.readouterr()
     data = Data()
     on, history = run(tmp_path / "on", data, settings=settings[1])
-    assert f"goes on from step {begins} of an earlier run of {first[0]} steps" in capsys.readouterr().out
+    assert f"resumed at step {begins} of an earlier run of {first[0]} steps" in capsys.readouterr().out
     assert data.asked[:1] == ([begins * 2] if begins < second[0] else [])
     assert same_weights(on, scratch) and shown(history) == shown(scratch_history)
     assert same_files(tmp_path / "on", tmp_path / "scratch")
@@ -268,8 +268,8 @@ def test_the_state_of_finished_work_is_small(tmp_path: Path) -> None:
 # --- what a run shows
 
 
-def test_seconds_are_those_of_all_sittings(tmp_path: Path) -> None:
-    """Would catch a resumed run that tells of its last sitting alone, or subtracts what came before."""
+def test_seconds_are_those_of_all_sessions(tmp_path: Path) -> None:
+    """Would catch a resumed run that counts only its last session, or subtracts earlier ones."""
     one = engine()
     for _ in range(4):
         train_step(one, [random_batch(0), random_batch(1)], (1.0, 0.1), AdamW(), lr=0.0)
@@ -322,9 +322,9 @@ def test_validation_and_samples_do_not_disturb_training(tmp_path: Path) -> None:
     )
     assert same_state(often, seldom)
     assert shown(history)[0] == shown(seldom_record)[0]
-    assert [row[0] for row in history.val] == list(range(1, 11)) and [row[0] for row in seldom_record.val] == [
-        10
-    ]
+    assert [row[0] for row in history.val] == list(range(1, 11)) and [
+        row[0] for row in seldom_record.val
+    ] == [10]
 
 
 def test_two_runs_are_bitwise_equal(tmp_path: Path) -> None:
@@ -332,8 +332,8 @@ def test_two_runs_are_bitwise_equal(tmp_path: Path) -> None:
     assert same_state(run(tmp_path / "a")[0], run(tmp_path / "b")[0])
 
 
-def test_a_batch_is_learnt_by_heart(tmp_path: Path) -> None:
-    """Would catch a loop that trains on something else than it reports, or steps in the wrong direction."""
+def test_a_batch_is_memorized(tmp_path: Path) -> None:
+    """Would catch a loop that reports another loss than it minimizes, or steps in the wrong direction."""
 
     class Same(Data):
         def batch(self, index: int) -> Batch:
@@ -361,7 +361,9 @@ def test_a_step_may_pair_sequences_and_ask_a_frozen_model(tmp_path: Path) -> Non
     def logprobs(model: Engine, batch: Batch) -> np.ndarray:
         return -(model.score(batch) * batch.loss_weight).sum(axis=1)
 
-    def step(engine: Engine, batches: Any, weights: Any, optimizer: AdamW, lr: float, meanwhile: Any, section: Any) -> Outcome:
+    def step(
+        engine: Engine, batches: Any, weights: Any, optimizer: AdamW, lr: float, meanwhile: Any, section: Any
+    ) -> Outcome:
         (batch,) = batches
         ahead = logprobs(engine, batch) - logprobs(frozen, batch)
         margin = ahead[0::2] - ahead[1::2]
@@ -381,7 +383,7 @@ def test_a_step_may_pair_sequences_and_ask_a_frozen_model(tmp_path: Path) -> Non
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    """Would catch a run that goes on with NaN, saves it over the last good state, or doesn't say where to look."""
+    """Would catch a run that continues with NaN, saves it over the last good state, or names no cause."""
     one = engine()
 
     class Poisoned(Data):

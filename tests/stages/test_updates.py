@@ -84,11 +84,11 @@ def test_loss_is_head_0_and_the_total_weighs_the_heads() -> None:
 
 
 def test_a_head_without_targets_is_left_out_and_head_0_may_not_be() -> None:
-    """Would catch 0/0 where a far head has no supervised target, and an update that silently teaches nothing."""
+    """Would catch 0/0 for an MTP head without supervised targets, and an update that silently trains nothing."""
     batch = random_batch(0)
     weight = np.zeros_like(batch.loss_weight)
     weight[:, 0] = 1  # the first target of a row is one token ahead of the first position only
     outcome = train_step(engine(), [replace(batch, loss_weight=weight)], (1.0, 0.5), AdamW(), lr=0.0)
     assert math.isfinite(outcome.grad_norm) and outcome.total_loss == outcome.loss > 0
-    with pytest.raises(ValueError, match="without a single target that counts"):
+    with pytest.raises(ValueError, match="no target in this update is supervised"):
         train_step(engine(), [replace(batch, loss_weight=np.zeros_like(weight))], (1.0, 0.5), AdamW(), lr=0.0)
