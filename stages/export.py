@@ -63,7 +63,7 @@ def kind_of(model: str, kind: str) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file whole or not at all."""
+    """Writes a JSON file atomically."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 

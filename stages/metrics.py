@@ -40,8 +40,8 @@ Rows = list[Sequence[float]]
 def add_row(rows: Rows, row: Sequence[float]) -> None:
     """Appends the row of a step to a curve and thins the curve. A row begins with its step; steps ascend.
 
-    A curve holds the first step, the newest step, and every step that is a multiple of `every`, the least power of two with at
-    most MAX_ROWS such steps. So the rows depend only on the steps done, not on the length of the run.
+    A curve holds the first step, the newest step, and every multiple of `every`: the smallest power of two that keeps them within
+    MAX_ROWS. So the rows depend only on the steps done, not on the length of the run.
     """
     step = int(row[0])
     every, before = _every(step), _every(step - 1)

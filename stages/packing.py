@@ -1,8 +1,8 @@
 """Conversations packed into sequences of the context length, for training and evaluation.
 
-Best-fit decreasing: conversations are placed from the longest to the shortest, each into the row with the least room that still
-holds it, or into a new row. No conversation is split. The fill of the rows depends only on the lengths, so every epoch has the
-same number of rows. The seed decides which conversation of a length goes where, and the order of the rows.
+Best-fit decreasing: the longest conversation comes first. Each goes into the fullest row that still has room for it, or a new
+row. No conversation is split. The fill of the rows depends only on the lengths, so every epoch has the same number of rows. The
+seed decides which conversation of a length goes where, and the order of the rows.
 
 The rest of a row is filled with <|pad|>, a document of its own with weight 0. Within a row `document` is the number of the
 conversation, so attention and positions stay within it.

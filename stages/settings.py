@@ -157,7 +157,7 @@ def load(argv: Sequence[str]) -> Settings:
     """
     root = Path.cwd()
     if not (root / "params.yaml").is_file() or not (root / "dvc.yaml").is_file():
-        raise ValueError(f"{root} has no dvc.yaml and params.yaml; run from the root of the repository")
+        raise ValueError(f"{root} has no dvc.yaml and params.yaml; run from the repository's root")
     return validate(apply_overrides(root, argv))
 
 

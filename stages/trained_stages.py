@@ -1,7 +1,8 @@
 """The stages that train a model, in the order of the pipeline.
 
-A new training stage is one entry here, stages/<name>.py, its dataclass and its section of conf/, its lines in dvc.yaml and its
-test. Order of stages, look-ahead, evaluation and the commands' --model take their lists from TRAINED_STAGES.
+A new training stage needs one entry here and its own parts: stages/<name>.py with its test, a dataclass in training_settings.py
+with a field in settings.py, conf/<name>/ with lines in conf/config.yaml and conf/experiment/smoke.yaml, and lines in dvc.yaml.
+Order of stages, look-ahead, evaluation and --model of the commands follow from TRAINED_STAGES.
 """
 
 from dataclasses import dataclass

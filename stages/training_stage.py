@@ -53,7 +53,7 @@ def run_stage(
         tokenizer_sha256: of the tokenizer whose ids the model reads.
         task: data, update, validation and samples.
         deps: the files and folders that the stage reads.
-        outs: where it writes.
+        outs: the files and folders that the stage writes.
 
     Raises:
         ValueError, SystemExit: see train.

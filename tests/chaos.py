@@ -51,7 +51,7 @@ eval: {max_tokens: 8, micro_batch: 8}
 )
 WAYS = ("stage", "dvc", "group", "ctrl-c")
 TRAINED = [stage.name for stage in TRAINED_STAGES]
-TARGETS = (*STAGES, *TRAINED, *TRAINED)  # most kills hit training, which has the most to lose
+TARGETS = (*STAGES, *TRAINED, *TRAINED)  # most kills hit training
 KILLS_A_RUN = 12
 LONGEST_S = 600  # timeout of every wait
 
@@ -120,7 +120,7 @@ class Pipeline:
         return [log.read_text(encoding="utf-8", errors="replace") for log in self.logs[:-1]]
 
     def stage(self) -> str | None:
-        """The stage that it has come to, None before the first that runs."""
+        """The stage that it runs; None before the first."""
         found = re.findall(r"^Running stage '(\w+)'", self.text(), re.MULTILINE)
         return found[-1] if found else None
 
@@ -133,7 +133,7 @@ class Pipeline:
         self.orphans.clear()
 
     def repair(self) -> None:
-        """After a `dvc repro` that failed unprovoked: does what the README says, once or fails."""
+        """After a `dvc repro` that failed by itself: follows the README, or fails."""
         text = self.text()
         known = [words for words in REPAIRS if words in text]
         assert known and self.repairs[known[0]] < 10, (
@@ -173,7 +173,7 @@ def stage_processes(dvc: "subprocess.Popen[bytes]") -> list[psutil.Process]:
 
 
 def strike(pipeline: Pipeline, dvc: "subprocess.Popen[bytes]", way: str) -> bool:
-    """Kills in this way and waits until dvc is gone; False where there is no stage to kill at the moment."""
+    """Kills in this way and waits until dvc is gone; False if no stage is running."""
     stages = stage_processes(dvc)
     if way == "stage":
         if not stages:
@@ -194,7 +194,7 @@ def strike(pipeline: Pipeline, dvc: "subprocess.Popen[bytes]", way: str) -> bool
 def disturb(
     pipeline: Pipeline, planned: Kill, lengths_s: dict[str, float], rng: random.Random
 ) -> Kill | None:
-    """Runs `dvc repro` and kills it while the planned stage or, where that is done, a later one runs.
+    """Runs `dvc repro` and kills it while the planned stage runs, or a later one if the planned one is done.
 
     Returns:
         What was killed; None where the pipeline came to its end first.
@@ -237,9 +237,7 @@ def sessions(logs: Sequence[str], stage: str) -> list[Session]:
             or f"{stage}: done" in part
             or (steps and steps[-1][0] == steps[-1][1])
         )
-        found.append(
-            Session(begin, last if whole else last + 1)
-        )  # of a killed one, a step more was under way
+        found.append(Session(begin, last if whole else last + 1))  # a killed process had begun one more step
     return sorted(found, key=lambda session: (session.begin, session.end))
 
 
@@ -343,7 +341,7 @@ def yes(holds: bool) -> str:
 
 
 def main() -> None:
-    """Runs it in a temporary folder, which stays where something failed."""
+    """Runs it in a temporary folder, which is kept after a failure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

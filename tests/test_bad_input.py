@@ -92,7 +92,7 @@ def gone(name: str) -> Spoil:
 
 
 def file_in_place_of(name: str) -> Spoil:
-    """A file where a folder should be: nothing can be written below it, not even by an administrator."""
+    """A file in place of a folder: nobody can write below it, not even root."""
 
     def spoil(root: Path) -> None:
         rmtree(root / name, ignore_errors=True)
@@ -185,7 +185,7 @@ FAULTS: dict[str, tuple[str, Spoil | None, list[str], str]] = {
         "step [234]: loss .*, learning rate 1e.30, gradient norm .*, first bad tensor .*weight: not finite; "
         "last good checkpoint .*; try a lower lr or a longer warm-up",
     ),
-    # The disk. A file in the way stands for a folder that is read-only, which binds no administrator.
+    # The disk. A file in place of a folder simulates a read-only folder, which root could write to.
     "checkout": ("shard", file_in_place_of(".nanoeuler"), [], f".nanoeuler: {WRITTEN}"),
     "read-only, download": ("download", file_in_place_of("data/download"), [], f"data/download/manifest.json: {WRITTEN}"),
     "read-only, shard": ("shard", file_in_place_of("data/shard"), [], f"data/shard: {WRITTEN}"),

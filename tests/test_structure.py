@@ -289,7 +289,7 @@ def test_every_training_section_is_a_trained_stage() -> None:
     assert len(set(names)) == len(names)
 
 
-# Large files and functions are where a reader gives up; the lists name those that are allowed to be.
+# Large files and functions are hard to read; the lists name the exceptions.
 def test_sizes() -> None:
     for name in tracked():
         if not name.endswith(".py"):

@@ -65,7 +65,7 @@ class ScriptedEngine:
         banned: np.ndarray,
         **sampling: float,
     ) -> Iterator[np.ndarray]:
-        """The script's next ids, each the first that is not banned where it is."""
+        """The next ids of the script; a banned id gives the first id that is not banned."""
         if self._begins:
             self.prompts.append(tokens[0].tolist())
         self._begins = False
@@ -96,7 +96,7 @@ class ScriptedModel:
 
 
 def write_model(root: Path, *, context: int = 32, mtp_heads: int = 1) -> None:
-    """An untrained model as base and chat checkpoint, and its tokenizer, where the pipeline has them below `root`."""
+    """Writes an untrained model as checkpoint of every training stage, and its tokenizer, below `root`."""
     config = ModelConfig(TOKENIZER.vocab_size, 1, 2, 1, 8, 8, context, mtp_heads)
     weights = Engine(config, Numerics(), micro_batch=1, seed=1, training=False).weights()
     TOKENIZER.save(root / "data/train_bpe/tokenizer.json")

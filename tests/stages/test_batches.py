@@ -1,4 +1,4 @@
-"""Micro-batches: every token once, targets one ahead, and a place in the data that is one integer."""
+"""Micro-batches: every token once, targets one token ahead, and one integer as the position in the data."""
 
 from pathlib import Path
 
@@ -118,7 +118,7 @@ def test_batch_is_a_function_of_index_and_seed(tmp_path: Path) -> None:
 
 
 def test_epoch_border_inside_a_batch(tmp_path: Path) -> None:
-    """Catches rows dropped or repeated where an epoch does not divide into micro-batches, and a split below one micro-batch."""
+    """Catches rows dropped or repeated if micro-batches do not divide an epoch, or the split is smaller than one."""
     batches = pretrain(make_split(tmp_path, np.arange(40)), micro_batch=6, context=8)
     assert batches.windows == 4
     rows = np.concatenate([batches.batch(index).tokens[:, 0] for index in range(2)])

@@ -66,7 +66,8 @@ def test_reads_the_conversation_by_the_template(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr() == ("Yes.\nNo.\n", "")
 
 
-# A special token in an answer would look like another speaker, to the model as well; where it is the likeliest, another comes.
+# A special token in an answer would look like another speaker, also to the model. If it is the most likely token, the next is
+# taken.
 def test_special_tokens_never_in_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     one, engine = talk([USER, *ids("a"), ASSISTANT, END], says("b"))
     reply(one, "?")

@@ -86,8 +86,8 @@ def test_supervised_is_the_assistants_text_and_its_end(messages: list[dict[str, 
     """Catches a mask on the user's words, on <|assistant|>, or without the <|end|> by which a reply stops."""
     ids, weights = render(messages, TOKENIZER)
     answers = "".join(message["content"] + "\0" for message in messages if message["role"] == "assistant")
-    learnt = bytes(0 if token == END else token for token in ids[weights == 1].tolist())
-    assert learnt == answers.encode()
+    supervised = bytes(0 if token == END else token for token in ids[weights == 1].tolist())
+    assert supervised == answers.encode()
 
 
 @settings(deadline=None)
@@ -243,7 +243,7 @@ def test_nothing_left_is_an_error_that_says_why() -> None:
 
 
 def test_chunks_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches contents that slip to the next conversation where the encoding is done in several calls."""
+    """Catches contents assigned to the next conversation, if several calls encode them."""
     monkeypatch.setattr("stages.chat_template.CHUNK", 2)
     conversations = [talk(f"q{number}", f"a{number}") for number in range(5)]
     rendered = render_all(iter(conversations), TOKENIZER, context=50, overflow="drop")

@@ -17,7 +17,7 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def test_a_checkpoint_comes_back_whole(tmp_path: Path) -> None:
-    """Would catch a parameter lost, renamed, cast or transposed on the way through the file."""
+    """Would catch a parameter that is lost, renamed, cast or transposed in the file."""
     checkpoint.save(tmp_path / "c", weights(), CONFIG, "abc")
     loaded = checkpoint.load(tmp_path / "c", "abc")
     assert loaded.config == CONFIG and loaded.tokenizer_sha256 == "abc"

@@ -219,8 +219,10 @@ def test_a_conversation_that_fits_one_way_only_takes_no_part(corpus: Any) -> Non
     answers = scoring.held_out_answers(talks, tokenizer, context=32, seed=0)
     true, shuffled = answers.true, answers.shuffled
     assert true and shuffled and not answers.missing
-    learnt = [sorted(each[n][0][each[n][1]].tobytes() for n in range(len(each))) for each in (true, shuffled)]
-    assert learnt[0] == learnt[1] and 1 <= len(true) <= 4
+    answer_ids = [
+        sorted(each[n][0][each[n][1]].tobytes() for n in range(len(each))) for each in (true, shuffled)
+    ]
+    assert answer_ids[0] == answer_ids[1] and 1 <= len(true) <= 4
 
 
 # eval failed after all training if one conversation was held out, or none fitted: the other metrics were lost with it.
@@ -258,7 +260,7 @@ def test_a_figure_that_cannot_be_had_has_a_reason(
 def test_a_report_with_one_conversation(
     corpus: Any, models: dict[str, Path], settings_with: Make, tmp_path: Path
 ) -> None:
-    """Would catch an evaluation that ends in an error, or leaves a figure out without a word."""
+    """Would catch an evaluation that fails, or silently omits a metric."""
     with atomic_file(tmp_path / "val.zst") as stream:
         writer = RowWriter(stream)
         writer.write({"messages": next(read_conversations(corpus.val))})

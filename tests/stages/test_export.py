@@ -112,7 +112,7 @@ def test_gpt2_parts_are_gpt2s(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocab_size", [256, 300])
 def test_padding_is_cut_whatever_there_is_of_it(vocab_size: int, tmp_path: Path) -> None:
-    """Would catch a cut of the last (padded - V) rows, which takes all of them where there is no padding."""
+    """Would catch a slice [:-padding], which removes all rows if there is no padding."""
     config = replace(EULER, vocab_size=vocab_size, tied_head=True)
     tensors, content, made = exported(config, tmp_path)
     assert tensors["model.embed_tokens.weight"].shape == (vocab_size, 12) and "lm_head.weight" not in tensors
@@ -196,7 +196,7 @@ def test_other_mixtures_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
-    """Would catch a model that loads and writes nonsense: a part that the class computes otherwise."""
+    """Would catch a model that loads but computes something else, because its class has other parts."""
     save(tmp_path / "model", checkpoint_of(config).weights, config, TOKENIZER.sha256)
     TOKENIZER.save(tmp_path / "tokenizer.json")
     arguments = [
@@ -224,7 +224,7 @@ def test_other_mixtures_are_refused(
 def test_arguments_are_validated(
     argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Would catch an option taken for another or passed over, and a missing model told in a traceback."""
+    """Would catch an ignored option, and a traceback for a missing model."""
     monkeypatch.chdir(tmp_path)
     assert run_main(monkeypatch, *argv) == 1
     error = capsys.readouterr().err
@@ -262,7 +262,7 @@ def test_the_separator_begins_the_texts_of_a_base_model(tmp_path: Path) -> None:
     ],
 )
 def test_kind_of_a_model(model: str, given: str, kind: str | None) -> None:
-    """Would catch a chat model exported with a separator in front, by a folder's name that tells nothing."""
+    """Would catch a chat model exported with a separator before texts, because its folder has another name."""
     if kind is None:
         with pytest.raises(ValueError, match=r"^kind: expected base or chat, got other$"):
             export.kind_of(model, given)

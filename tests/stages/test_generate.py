@@ -1,4 +1,4 @@
-"""The command generate: what it prints, where a text ends, and what it says when something is missing."""
+"""The command generate: its output, the end of a text, and its error messages."""
 
 import io
 import os

@@ -67,7 +67,7 @@ def test_a_second_one_stops_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-# Would catch a traceback instead of a saved step where the signal came while a line was being printed, or nobody reads it.
+# Would catch a traceback instead of a saved step, if the signal arrives while a line is printed or nobody reads the output.
 @pytest.mark.parametrize(
     "error", [RuntimeError("reentrant call inside <_io.BufferedWriter>"), BrokenPipeError()]
 )

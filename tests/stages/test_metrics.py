@@ -121,7 +121,7 @@ def test_history_survives_json(tmp_path: Path) -> None:
 
 
 def curve(steps: int, rows: Rows | None = None) -> Rows:
-    """A curve after so many steps, from where it stands."""
+    """Continues a curve up to a number of steps."""
     rows = [] if rows is None else rows
     for step in range(int(rows[-1][0]) + 1 if rows else 1, steps + 1):
         add_row(rows, (step, 1.0))

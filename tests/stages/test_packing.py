@@ -64,7 +64,7 @@ def test_pack_places_each_once_within_the_room(lengths: list[int]) -> None:
     assert sorted(place for row in rows for place in row) == list(range(len(lengths)))
     filled = sorted(sum(lengths[place] for place in row) for row in rows)
     assert all(0 < size <= 20 for size in filled)
-    # A row is opened only where no other has room, so any two rows together hold more than one row's room.
+    # A row is opened only if no other row has room, so any two rows together hold more than one row's context.
     assert len(filled) < 2 or filled[0] + filled[1] > 20
 
 

@@ -1,4 +1,4 @@
-"""preflight: what a later stage would refuse is said before the stages between them have run; nothing else is."""
+"""preflight: problems of later stages are reported early; runs without problems are not disturbed."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ def test_nothing_is_said_of_a_run_that_passes(root: Path, settings_with: Make, s
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_is_said_before_there_are_files(tmp_path: Path, settings_with: Make, stage: str) -> None:
-    """Would catch a check that fails where a stage has not run yet."""
+    """Would catch a check that fails before an earlier stage has run."""
     assert list(objections(stage, settings_with(), tmp_path)) == []
 
 

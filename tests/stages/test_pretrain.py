@@ -27,7 +27,7 @@ Make = Callable[..., Settings]
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resume states go to the current folder, or to DVC's root where it is set."""
+    """Resume states go to the current folder, or to DVC's root if that is set."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DVC_ROOT", raising=False)
 
@@ -159,7 +159,7 @@ def test_only_the_same_work_is_resumed(
 def test_ctrl_c_exits_130_and_goes_on(
     corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch exit code 0 after Ctrl-C, which DVC would take for a finished stage, and `interrupted` said twice."""
+    """Would catch exit code 0 after Ctrl-C, which DVC would record as success, and `interrupted` printed twice."""
     whole = run(corpus, settings_with(), "whole")
     monkeypatch.setenv("DVC_ROOT", "elsewhere")
     stopped_at(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
@@ -183,8 +183,10 @@ def test_ctrl_c_exits_130_and_goes_on(
 def test_steps_of_a_wsd_run_can_be_raised(
     corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a trunk that differs with the steps, a longer run that is not the one from scratch, and one that goes on
-    from other data or another learning rate."""
+    """Would catch a trunk that depends on the steps, and a longer run that differs from one from scratch.
+
+    Also one that resumes after a change of the data or the learning rate.
+    """
     wsd = ("pretrain.schedule=wsd", "pretrain.cooldown_steps=2")
     more = ("pretrain.schedule=wsd", "pretrain.cooldown_steps=3", "pretrain.steps=9")
     whole = run(corpus, settings_with(*more), "whole")
@@ -205,7 +207,7 @@ def test_steps_of_a_wsd_run_can_be_raised(
 
 @pytest.fixture
 def first(corpus: Any, settings_with: Make) -> Path:
-    """A finished checkpoint, copied to where no stage writes."""
+    """A finished checkpoint, copied to a folder that no stage writes."""
     copytree(run(corpus, settings_with(), "base") / "checkpoint", "models/first")
     return Path("models/first")
 
@@ -273,7 +275,9 @@ def test_a_checkpoint_that_dvc_deletes_is_refused(settings_with: Make, path: str
     assert settings_with("pretrain.init_from=data/pretrained").pretrain.initial == Path("data/pretrained")
 
 
-def test_only_the_plan_is_printed(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_plan_is_printed(
+    corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Would catch a plan that trains, or writes something that DVC would take for a result."""
     run(corpus, settings_with("runtime.plan=true"))
     printed = capsys.readouterr().out
@@ -282,7 +286,7 @@ def test_only_the_plan_is_printed(corpus: Any, settings_with: Make, capsys: pyte
 
 
 def test_muon_is_what_trains(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch an optimizer that the engine is not told of, and a plan without the memory that it takes."""
+    """Would catch an engine with another optimizer, and a memory plan without its buffers."""
     for plan in ("true", "false"):
         run(corpus, settings_with("pretrain.optimizer=muon", f"runtime.plan={plan}"))
         printed = capsys.readouterr().out

@@ -43,7 +43,7 @@ def make(work: Work, root: Path, *saved: int, finish: bool = True) -> ResumeFold
     return folder
 
 
-# Would catch moments rounded on the way, a history lost, and a disk that fills with states.
+# Would catch rounded moments, a lost history, and a disk that fills with states.
 def test_states_come_back_exactly_and_two_are_kept(tmp_path: Path) -> None:
     with ResumeFolder(WORK, tmp_path) as resume:
         assert resume.load() is None and resume.newest() is None
@@ -157,8 +157,8 @@ def test_the_state_before_the_cool_down_is_kept(tmp_path: Path) -> None:
         assert steps(resume) == [15, 20]
 
 
-# Would catch a longer run that repeats finished work, one that resumes within the cool-down or from a foreign state, and a
-# shorter one that begins after its own cool-down.
+# Would catch a longer run that repeats finished work, or resumes within the cool-down or from a foreign state. Also a shorter
+# one that begins after its own cool-down.
 @pytest.mark.parametrize(
     ("work", "saved", "expected"),
     [
@@ -189,8 +189,8 @@ def test_a_run_of_another_length_goes_on_from_the_newest_common_state(
     assert earlier.folder.exists()
 
 
-# Would catch a damaged state of an earlier run that is taken for good, and the removal of an earlier run before the longer
-# one is finished.
+# Would catch a damaged state of an earlier run that is used, and an earlier run that is removed before the longer one
+# finishes.
 def test_an_earlier_run_is_read_with_the_same_care(tmp_path: Path) -> None:
     earlier = make(WSD, tmp_path, 10, 15, 20)
     damaged = next(earlier.folder.glob("000000015-*"))

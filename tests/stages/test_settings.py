@@ -138,7 +138,7 @@ WRONG = [
 ]
 
 
-# Each would otherwise surface as a traceback from deep inside a stage, or not at all.
+# Without validation each would be a traceback from inside a stage, or go unnoticed.
 @pytest.mark.parametrize(("key", "value", "expected"), WRONG)
 def test_wrong_values_are_named(key: str, value: object, expected: str) -> None:
     section, name = key.split(".")
@@ -233,7 +233,7 @@ def test_unknown_key_of_conf_is_named() -> None:
 def test_other_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deeper").mkdir()
     monkeypatch.chdir(tmp_path / "deeper")
-    with pytest.raises(ValueError, match="run from the root of the repository"):
+    with pytest.raises(ValueError, match="run from the repository's root"):
         load([])
 
 
@@ -294,8 +294,8 @@ def test_stage_main_hands_over_settings(
     assert "key=value" in capsys.readouterr().out
 
 
-# Two stages at once would write the same files, or one would read what the other is about to replace; one that waited while a
-# later one was started would replace what that one made. The process that holds the lock is killed, as its `dvc` may have been
+# Two stages at once would write the same files, or one would read files that the other replaces. A waiting stage must not run
+# after a later one and replace its outputs. The process that holds the lock is killed, as its `dvc` may have been
 # before: a lock that outlives it would be waited for without end.
 def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
     held = "import time; from stages.program import stage_lock\n"
@@ -412,7 +412,7 @@ def test_an_interrupt_that_a_library_turns_into_an_error(
         signal.signal(signal.SIGINT, before)
 
 
-# Ctrl-C while a program still imports its modules was a traceback of whatever was being imported.
+# Ctrl-C while a program still imports its modules printed a traceback.
 def test_an_interrupt_while_modules_are_imported(tmp_path: Path) -> None:
     (tmp_path / "stages").symlink_to(ROOT / "stages")
     (tmp_path / "hydra").mkdir()  # imported early, in place of the library

@@ -174,7 +174,7 @@ def test_only_the_plan_is_printed(
 def test_muon_is_what_trains(
     corpus: Any, base: Path, settings_with: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch an optimizer that the engine is not told of, and a plan without the memory that it takes."""
+    """Would catch an engine with another optimizer, and a memory plan without its buffers."""
     for plan in ("true", "false"):
         run(corpus, base, settings_with("sft.optimizer=muon", f"runtime.plan={plan}"))
         printed = capsys.readouterr().out

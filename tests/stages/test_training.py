@@ -95,7 +95,7 @@ def same_files(a: Path, b: Path) -> bool:
 
 @pytest.mark.parametrize("killed_at", [1, 6, 19])
 def test_killed_and_resumed_is_undisturbed_bit_for_bit(tmp_path: Path, killed_at: int) -> None:
-    """Would catch moments, step count, data position, schedule, curves or samples lost on the way through a state."""
+    """Would catch moments, step count, data position, schedule, curves or samples that a state loses."""
     whole, whole_history = run(tmp_path / "whole")
     data = Data(at_index=killed_at, at="kill")
     with pytest.raises(SystemExit):
@@ -114,7 +114,7 @@ def test_killed_and_resumed_is_undisturbed_bit_for_bit(tmp_path: Path, killed_at
 
 
 class Disturbed:
-    """An engine and its task that raise SIGINT once, within one of the things that the loop does."""
+    """An engine and its task that raise SIGINT once, during a given call."""
 
     def __init__(self, where: str, at: int) -> None:
         self.one, self._where, self._left = engine(), where, at
@@ -150,8 +150,10 @@ class Disturbed:
 def test_ctrl_c_saves_the_last_finished_step(
     tmp_path: Path, where: str, at: int, saved: int, cuts: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch an interrupt that waits, work lost, a step cut in half, a validation or sample left out or done twice, another
-    exit code than 130, and a state that a micro-step has changed. On a GPU the loop must come to a check first."""
+    """Would catch a slow interrupt, lost steps, an incomplete step, and a validation or sample that is missing or repeated.
+
+    Also another exit code than 130, and a state that a micro-step has changed. On a GPU the loop stops at its next check.
+    """
     if not cuts and (where, at) == ("micro_step", 10):
         saved = 5  # there is no check between the last micro-step and the update
     whole, whole_history = run(tmp_path / "whole")
@@ -175,7 +177,7 @@ def test_ctrl_c_saves_the_last_finished_step(
 def test_ctrl_c_in_the_first_step_has_nothing_to_save(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a state of step 0, and a traceback where there is none."""
+    """Would catch a state of step 0, and a traceback if there is none."""
     disturbed = Disturbed("micro_step", 1)
     with pytest.raises(SystemExit) as stopped:
         run(tmp_path, one=disturbed.one, of=disturbed.task)
@@ -244,7 +246,7 @@ def test_a_wsd_run_of_other_steps_goes_on_as_if_from_scratch(
 
 
 def test_a_cosine_run_of_other_steps_starts_over(tmp_path: Path) -> None:
-    """Would catch a longer run whose first steps had the shorter run's learning rates."""
+    """Would catch a longer run that begins with the learning rates of the shorter one."""
     run(tmp_path, settings=replace(SETTINGS, steps=6))
     data = Data()
     run(tmp_path, data)
@@ -418,7 +420,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    """Would catch a checkpoint, or a state called good, of weights that the last update itself made infinite."""
+    """Would catch a checkpoint or a state whose weights the last update made infinite."""
     one = engine()
     update = one.update
 

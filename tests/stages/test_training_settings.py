@@ -1,4 +1,4 @@
-"""The sections pretrain and sft: numbers that no run can have are refused where they are set."""
+"""The sections of training stages: impossible numbers are refused."""
 
 from collections.abc import Callable
 

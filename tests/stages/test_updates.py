@@ -49,7 +49,7 @@ def test_no_warm_up_starts_at_the_peak() -> None:
 
 
 def test_accumulation_is_one_large_batch() -> None:
-    """Would catch a mean of micro-batch means where their supervised tokens differ in number.
+    """Would catch a mean of micro-batch means, if their numbers of supervised tokens differ.
 
     Float32 sums in another order differ by a few eps relative to the largest gradient; a mean of means is off by percents.
     """
