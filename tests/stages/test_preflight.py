@@ -106,7 +106,7 @@ def test_less_room_than_states_and_checkpoints(
         assert "for resume states" in said and "free disk space" in said
     state = root / ".nanoeuler" / "resume" / "0" / "000000001-0.safetensors"
     state.parent.mkdir(parents=True)
-    state.write_bytes(bytes(200_000))
+    state.write_bytes(bytes(900_000))
     assert list(objections("pretrain", settings_with(), root)) == []
 
 
