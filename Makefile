@@ -1,33 +1,33 @@
-# `make` alone lists the targets. Each makes .venv on its first use: plain venv and pip, the exact versions of
-# requirements.lock, and of requirements-cuda.lock where nvidia-smi finds a GPU, nothing but a package index. After that nothing is installed again until the lock changes. The outside
-# judges (PyTorch and Hugging Face's libraries) have an environment of their own, .venv-parity.
+# `make` lists the targets. The first target you run creates .venv with venv and pip. It installs the exact versions of
+# requirements.lock, and of requirements-cuda.lock if nvidia-smi finds a GPU. It installs again only when a lock changes.
+# PyTorch and Hugging Face's libraries, which the parity tests compare with, have their own environment, .venv-parity.
 
 PYTHON ?= python3
 BIN := .venv/bin
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "error: Python 3.11 to 3.13 is needed, $(PYTHON) is " + sys.version.split()[0] + "; make PYTHON=python3.12 ... chooses another")'
 
 .DEFAULT_GOAL := help
-.PHONY: help repro test test-parity test-gpu check chaos bench chat figures lint git moved
+.PHONY: help repro test test-parity test-gpu gradcheck crash-test bench chat figures lint git moved
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-repro: git .venv/ready  ## run the pipeline: raw text to chat model, only what is not up to date
+repro: git .venv/ready  ## run the pipeline, raw text to chat model; stages that are up to date are skipped
 	$(BIN)/dvc repro
 
-test: .venv/ready  ## run the tests, without the slow ones
+test: .venv/ready  ## run the tests except the slow ones
 	$(BIN)/python -m pytest -q -m "not slow"
 
-test-parity: .venv-parity/ready  ## hold model, training and tokenizer against PyTorch, transformers, tokenizers and tiktoken
+test-parity: .venv-parity/ready  ## compare model, training and tokenizer with PyTorch, transformers, tokenizers and tiktoken
 	.venv-parity/bin/python -m pytest -q tests/parity
 
-test-gpu: .venv/ready  ## hold every CUDA kernel and the whole engine against the CPU's float64, on a GPU
+test-gpu: .venv/ready  ## compare every CUDA kernel and the whole engine with the CPU in float64; needs a GPU
 	$(BIN)/python -m pytest -q -m gpu
 
-check: .venv/ready  ## compare every gradient with central differences in float64
+gradcheck: .venv/ready  ## compare every gradient with central differences in float64
 	$(BIN)/python -m tests.gradient_check
 
-bench: git .venv/ready .venv-parity/ready  ## measure the engine, then training beside PyTorch and the tokenizer beside its peers
+bench: git .venv/ready .venv-parity/ready  ## measure the engine, training (also PyTorch's) and the tokenizer (also other libraries')
 	$(BIN)/dvc repro --quiet download
 	$(BIN)/python -m tests.bench.engine train
 	$(BIN)/python -m tests.bench.engine decode --steps 100
@@ -35,18 +35,18 @@ bench: git .venv/ready .venv-parity/ready  ## measure the engine, then training 
 	.venv-parity/bin/python -m tests.bench.training
 	.venv-parity/bin/python -m tests.bench.tokenizers
 
-chaos: .venv/ready  ## kill a small pipeline 100 times at random moments and compare its files with an undisturbed run's
+crash-test: .venv/ready  ## kill a small pipeline 100 times at random and compare its files with an undisturbed run
 	$(BIN)/python -m tests.chaos
 
-chat: .venv/ready  ## talk to the chat model of the last run
+chat: .venv/ready  ## chat with the model of the last run
 	$(BIN)/python -m stages.chat
 
-figures: .venv/ready  ## draw the README's figures from the curves of the last run
+figures: .venv/ready  ## draw the figures of README and docs from the curves of the last run
 	$(BIN)/python -m docs.figures
 
-lint: .venv/ready  ## style, types, and that params.yaml is what conf/ composes
+lint: .venv/ready  ## check style, types, and that params.yaml is the composition of conf/
 	$(BIN)/ruff check .
-	$(BIN)/mypy stages kernels tests
+	$(BIN)/mypy stages kernels tests docs
 	$(BIN)/python -m stages.params --check
 
 git:

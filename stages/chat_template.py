@@ -1,11 +1,11 @@
-"""Conversations as tokens: the chat template, what is learnt of it, and what becomes of those longer than the context.
+"""Conversations as tokens: the chat template, the loss mask, and truncation to the context.
 
 The template, without any character between its parts:
 
     [<|system|> content <|end|>]  <|user|> content <|end|>  <|assistant|> content <|end|>  <|user|> ...
 
-The special tokens are single ids that no text is ever encoded to, whatever is typed. Learnt are the assistant's contents and
-the <|end|> that closes each, nothing else: that is what the model has to write.
+Each special token is one id, and encoding a text never gives such an id, whatever a user types. Supervised tokens are the
+contents of the assistant and the <|end|> after each: exactly the tokens that the model will have to write.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.batches import shuffled
+from stages.batches import permute_indices
 from stages.special_tokens import END, ROLES, opener
 from stages.text_files import read_rows
 from stages.tokenizer import Tokenizer
 
-CHUNK = 4096  # conversations encoded in one call: enough to keep all cores busy, little memory
+CHUNK = 4096  # conversations encoded in one call: keeps all cores busy with little memory
 
 Messages = Sequence[Mapping[str, str]]
 Overflow = Literal["drop", "truncate"]
@@ -36,30 +36,30 @@ class Part(NamedTuple):
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a special token; ValueError where the tokenizer has none of that name."""
+    """The id of a special token; ValueError if the tokenizer lacks it."""
     if token not in tokenizer.special:
         raise ValueError(
-            f"the tokenizer has no special token {token}: add it to train_bpe.special_tokens and make it anew"
+            f"the tokenizer has no special token {token}; add it to train_bpe.special_tokens and run `make repro`"
         )
     return tokenizer.special[token]
 
 
 def read_conversations(path: Path) -> Iterator[list[dict[str, str]]]:
-    """The messages of each line of a conversations.{train,val}.jsonl.zst, in order, streaming.
+    """Streams the messages of each line of a conversations.{train,val}.jsonl.zst, in order.
 
     Raises:
-        ValueError: a line is no conversation; file and line are named.
+        ValueError: a line is not a conversation; the message names file and line.
     """
     for where, row in read_rows(path):
         try:
-            check(row.get("messages"))
+            validate_messages(row.get("messages"))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         yield row["messages"]
 
 
-def check(messages: Any) -> None:
-    """Raises ValueError where messages are not a list of {"role", "content"} with a system message first or nowhere."""
+def validate_messages(messages: Any) -> None:
+    """Raises ValueError if messages are not a list of {"role", "content"}, or a system message is not the first."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"messages: expected a list of at least one message, got {messages!r:.60}")
     for number, message in enumerate(messages):
@@ -76,39 +76,39 @@ def check(messages: Any) -> None:
 
 
 def render(messages: Messages, tokenizer: Tokenizer) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """One conversation by the chat template.
+    """Renders one conversation with the chat template.
 
     Args:
         messages: of {"role": system | user | assistant, "content": text}.
-        tokenizer: with the template's special tokens.
+        tokenizer: has the special tokens of the template.
 
     Returns:
-        ids (n,) int32, and weights (n,) fp32: 1 where the token itself is learnt (an assistant's content and <|end|>), else 0.
+        ids (n,) int32, and weights (n,) fp32: 1 for a supervised token (content and <|end|> of the assistant), else 0.
 
     Raises:
         ValueError: a message is malformed, or the tokenizer lacks a special token.
     """
-    check(messages)
+    validate_messages(messages)
     (parts,) = _encode([messages], tokenizer)
     ids, supervised = _join(parts)
     return ids, supervised.astype(np.float32)
 
 
 def render_prompt(messages: Messages, tokenizer: Tokenizer) -> NDArray[np.int32]:
-    """What the model reads before it answers: the conversation so far, then <|assistant|>."""
+    """The prompt for an answer: the conversation so far, then <|assistant|>."""
     ids, _ = render(messages, tokenizer)
     return np.append(ids, np.int32(special_id(tokenizer, opener("assistant"))))
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """Many conversations, one after the other, each at most context tokens and with something to learn.
+    """Concatenated conversations, each of at most context tokens and with supervised tokens.
 
     Args:
         ids:        (total,) int32.
-        supervised: (total,) bool, whether the token itself is learnt.
-        starts:     (number + 1,) int64, where each conversation starts, and the end.
-        counts: conversations read; kept; cut, of those kept; too_long and unanswered, of those dropped.
+        supervised: (total,) bool, whether the token counts in the loss.
+        starts:     (number + 1,) int64, start of each conversation, and the end.
+        counts: number of conversations read; kept; cut (a part of kept); dropped as too_long or unanswered.
     """
 
     ids: NDArray[np.int32]
@@ -120,13 +120,13 @@ class Rendered:
         return len(self.starts) - 1
 
     def __getitem__(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Ids and supervised of one conversation."""
+        """ids and supervised of one conversation."""
         inside = slice(self.starts[number], self.starts[number + 1])
         return self.ids[inside], self.supervised[inside]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each conversation."""
+        """Number of tokens of each conversation."""
         return np.diff(self.starts)
 
     def describe(self) -> str:
@@ -135,19 +135,20 @@ class Rendered:
         return (
             f"{c['kept']:,} of {c['read']:,} conversations kept, {c['cut']:,} of them cut to the context; "
             f"dropped: {c['too_long']:,} too long, {c['unanswered']:,} without an answer; "
-            f"{len(self.ids):,} tokens, {int(self.supervised.sum()):,} of them learnt"
+            f"{len(self.ids):,} tokens, {int(self.supervised.sum()):,} of them supervised"
         )
 
 
 def render_all(
     conversations: Iterable[Messages], tokenizer: Tokenizer, *, context: int, overflow: Overflow
 ) -> Rendered:
-    """Many conversations by the chat template, those that are longer than the context dropped or cut (see `fit`).
+    """Renders many conversations with the chat template; those longer than the context are dropped or truncated.
 
-    What follows the last answer of a conversation is left off, since nothing is learnt there; one without an answer is dropped.
+    Messages after the last answer are removed, since none of their tokens are supervised. Conversations without an answer are
+    dropped.
 
     Raises:
-        ValueError: none is left, or the tokenizer lacks a special token.
+        ValueError: no conversation is left, or the tokenizer lacks a special token.
     """
     counts = dict.fromkeys(("read", "kept", "cut", "too_long", "unanswered"), 0)
     kept: list[tuple[NDArray[np.int32], NDArray[np.bool_]]] = []
@@ -161,7 +162,7 @@ def render_all(
                 continue
             whole = parts[: answers[-1] + 1]
             if _size(whole) > context:
-                cut = fit(whole, context) if overflow == "truncate" else None
+                cut = truncate_conversation(whole, context) if overflow == "truncate" else None
                 counts["too_long" if cut is None else "cut"] += 1
                 if cut is None:
                     continue
@@ -171,7 +172,7 @@ def render_all(
     if not kept:
         raise ValueError(
             f"no conversation is left of {counts['read']}: {counts['too_long']} are longer than model.context = {context}, "
-            f"{counts['unanswered']} have no answer; give other conversations, or set model.context higher or "
+            f"{counts['unanswered']} have no answer; use other conversations, or set a larger model.context or "
             "sft.overflow: truncate"
         )
     starts = np.cumsum([0, *(len(ids) for ids, _ in kept)], dtype=np.int64)
@@ -180,11 +181,11 @@ def render_all(
     )
 
 
-def fit(parts: list[Part], context: int) -> list[Part] | None:
-    """Cuts a rendered conversation that ends with an answer from the front until it fits; answers are never cut.
+def truncate_conversation(parts: list[Part], context: int) -> list[Part] | None:
+    """Truncates a rendered conversation that ends with an answer at its front until it fits; answers are never cut.
 
-    In this order, as far as needed: the oldest exchanges (a user's message and all up to the next one) except the last; the
-    system message; the beginning of the last question. None where that doesn't suffice.
+    Removes, in this order and as far as needed: the oldest turns (a user's message and everything up to the next one) except
+    the last; the system message; the beginning of the last question. None if that does not suffice.
     """
     system = parts[:1] if parts[0].role == "system" else []
     rest = parts[len(system) :]
@@ -204,11 +205,11 @@ def fit(parts: list[Part], context: int) -> list[Part] | None:
 
 
 def shuffle_questions(conversations: Sequence[Messages], seed: int) -> list[list[dict[str, str]]]:
-    """Each conversation's answers behind another conversation's questions: what is lost if a model ignores the question.
+    """Replaces the questions of each conversation by those of another one: shows whether a model uses the question.
 
-    A seeded permutation without a fixed point says whose questions. The other's user messages take the place of one's own in
-    order, from its first one again where it has fewer; system and assistant messages stay. A conversation without a user's
-    message stays as it is.
+    A seeded permutation without fixed points chooses the other conversation. Its user messages replace the own ones in order; if
+    it has fewer, they repeat from the first. System and assistant messages stay. A conversation without a user message does not
+    change.
 
     Raises:
         ValueError: fewer than two conversations have a question.
@@ -221,7 +222,7 @@ def shuffle_questions(conversations: Sequence[Messages], seed: int) -> list[list
         raise ValueError(
             f"expected at least 2 conversations with a question to shuffle them, got {len(asking)}"
         )
-    order = asking[shuffled(np.arange(len(asking)), len(asking), seed)]
+    order = asking[permute_indices(np.arange(len(asking)), len(asking), seed)]
     donors = dict(
         zip(order.tolist(), np.roll(order, -1).tolist(), strict=True)
     )  # one cycle through all of them
@@ -238,7 +239,7 @@ def shuffle_questions(conversations: Sequence[Messages], seed: int) -> list[list
 
 
 def _encode(conversations: Sequence[Messages], tokenizer: Tokenizer) -> Iterator[list[Part]]:
-    """The parts of each conversation, their contents encoded in one call."""
+    """The parts of each conversation; one call encodes all contents."""
     opening = {role: [special_id(tokenizer, opener(role))] for role in ROLES}
     end = [special_id(tokenizer, END)]
     contents = iter(
@@ -259,6 +260,6 @@ def _size(parts: Sequence[Part]) -> int:
 
 
 def _join(parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Ids of a conversation, and which of them are learnt: of an assistant's part all but the <|assistant|>, which is given."""
+    """Ids of a conversation, and which are supervised: the parts of the assistant, without <|assistant|> itself."""
     supervised = [(np.arange(len(part.ids)) > 0) & (part.role == "assistant") for part in parts]
     return np.concatenate([part.ids for part in parts]), np.concatenate(supervised)

@@ -1,7 +1,7 @@
-"""Checkpoints: what a training stage leaves for later stages.
+"""Checkpoints: the trained model that a training stage passes to later stages.
 
-A folder of weights.safetensors (fp32) and model.json, the same bytes for the same weights. model.json is written last and
-holds the weights' sha256 and its own, so that half a folder or an edited one shows.
+A folder with weights.safetensors (fp32) and model.json; the same weights give the same bytes. model.json is written last. It
+holds the sha256 of the weights and of itself, so that an incomplete or edited folder is detected.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from stages.text_files import atomic_replace, file_sha256, unwritable, write_tex
 
 WEIGHTS = "weights.safetensors"
 MODEL = "model.json"
-ANEW = "run `make repro` to make it anew"
+REGENERATE_HINT = "run `make repro` to regenerate it"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Checkpoint:
 
 
 def save(folder: Path, weights: Mapping[str, np.ndarray], config: ModelConfig, tokenizer_sha256: str) -> None:
-    """Writes a checkpoint: each file whole or not at all, the same bytes for the same model.
+    """Writes a checkpoint, each file atomically; the same model gives the same bytes.
 
     Raises:
         ValueError: the folder cannot be written.
@@ -56,46 +56,46 @@ def save(folder: Path, weights: Mapping[str, np.ndarray], config: ModelConfig, t
 def write_arrays(
     path: Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None
 ) -> None:
-    """Writes a safetensors file whole or not at all; ValueError where it cannot be written."""
+    """Writes a safetensors file atomically; ValueError if it cannot be written."""
     with atomic_replace(path) as partial:
         try:
             save_file(
                 {name: np.asarray(array, order="C") for name, array in arrays.items()}, partial, metadata
             )
-        except SafetensorError as error:  # it knows no OSError
+        except SafetensorError as error:  # safetensors raises no OSError
             raise unwritable(path, error) from None
 
 
-def load(folder: Path, tokenizer_sha256: str | None = None, *, anew: str = ANEW) -> Checkpoint:
+def load(folder: Path, tokenizer_sha256: str | None = None, *, hint: str = REGENERATE_HINT) -> Checkpoint:
     """Reads and validates a checkpoint.
 
     Args:
-        folder: what save wrote.
-        tokenizer_sha256: of the tokenizer that will be used with it; None asks for no match.
-        anew: what to do about a checkpoint that is missing or damaged, for the message.
+        folder: written by save.
+        tokenizer_sha256: of the tokenizer that will be used with the model; None: not checked.
+        hint: what to do if the checkpoint is missing or damaged, for the message.
 
     Raises:
-        ValueError: a file is missing, half written or edited, or the checkpoint belongs to another tokenizer.
+        ValueError: a file is missing, incomplete or edited, or the checkpoint belongs to another tokenizer.
     """
     for name in (MODEL, WEIGHTS):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder / name}: expected a file of a checkpoint, found none; {anew}")
+            raise ValueError(f"{folder / name}: expected a file of a checkpoint, found none; {hint}")
     try:
         model = json.loads((folder / MODEL).read_text(encoding="utf-8"))
         if model.pop("sha256") != _json_sha256(model):
-            raise ValueError("its sha256 is not that of its other values")
+            raise ValueError("its sha256 does not match its other values")
         config = ModelConfig(**model["config"])
         expected, trained_with = model["weights_sha256"], model["tokenizer_sha256"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{folder / MODEL}: half written or edited ({error}); {anew}") from None
+        raise ValueError(f"{folder / MODEL}: incomplete or edited ({error}); {hint}") from None
     if file_sha256(folder / WEIGHTS) != expected:
         raise ValueError(
-            f"{folder / WEIGHTS}: half written or edited: its sha256 is not the one in {MODEL}; {anew}"
+            f"{folder / WEIGHTS}: incomplete or edited: its sha256 is not the one in {MODEL}; {hint}"
         )
     if tokenizer_sha256 not in (None, trained_with):
-        here = f"the tokenizer here is {str(tokenizer_sha256)[:12]}"
+        own, given = trained_with[:12], str(tokenizer_sha256)[:12]
         raise ValueError(
-            f"{folder}: trained with the tokenizer {trained_with[:12]}, but {here}; use that or {anew}"
+            f"{folder}: trained with tokenizer {own}, but the one given is {given}; use tokenizer {own}, or {hint}"
         )
     with safe_open(folder / WEIGHTS, framework="numpy") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping

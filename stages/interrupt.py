@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during training: heard at once, answered within a second or two, and no finished step is lost."""
+"""Ctrl-C and SIGTERM during training: the run stops within a second or two, and no finished step is lost."""
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -6,23 +6,23 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import TypeVar
 
-EXIT_CODE = 130  # as a shell gives it after Ctrl-C; DVC takes only 0 for success
+EXIT_CODE = 130  # as shells report Ctrl-C; for DVC only 0 is success
 SAID = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 Item = TypeVar("Item")
 
 
 class Interrupted(BaseException):
-    """Ends the work of a section, of which nothing counts then. No Exception: no library may take it for its own."""
+    """Ends a section, whose work is then discarded. Not an Exception, so that no library catches it."""
 
 
 class Interrupt:
-    """Turns the first Ctrl-C or SIGTERM into a request that sections of work answer; a second one stops at once.
+    """Turns the first Ctrl-C or SIGTERM into a request to stop; a second one stops at once.
 
     Args:
-        say: where the line goes that tells the user that the request was heard.
-        cuts: whether the handler itself ends a section. A section on a GPU must end at `check` alone: CUDA may be
-            capturing a graph.
+        say: prints the line that confirms the request.
+        cuts: whether the signal handler itself ends a section. On a GPU a section may end only at `check`: CUDA may be capturing
+            a graph.
     """
 
     def __init__(self, say: Callable[[str], None], *, cuts: bool) -> None:
@@ -38,13 +38,13 @@ class Interrupt:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raises Interrupted if the user asked for it."""
+        """Raises Interrupted if a stop was requested."""
         if self.requested:
             raise Interrupted
 
     @contextmanager
     def section(self) -> Iterator[None]:
-        """A block that may be left at any point, since what it has done is done again after the resume."""
+        """A block that an interrupt may end at any point; its work is repeated after the resume."""
         self.check()
         self._inside = True
         try:
@@ -64,7 +64,7 @@ class Interrupt:
         self.requested = True
         with suppress(
             RuntimeError, OSError
-        ):  # another line is being printed just now, or its reader has gone
+        ):  # another line is being printed right now, or nobody reads the output
             self._say(
                 f"{SAID[signal.Signals(number)]}: saving the last finished step; a second one stops at once"
             )

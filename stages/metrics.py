@@ -1,6 +1,6 @@
-"""What a training run shows while it runs and what it leaves behind: a display, curves, samples, speed and provenance.
+"""Display, curves, samples, speed and provenance of a training run.
 
-Curves and samples are the same bytes for the same run. Speed and provenance hold times and machines, so DVC tracks neither.
+Curves and samples are the same bytes for the same run. Speed and provenance contain times and machines, so DVC tracks neither.
 """
 
 import io
@@ -29,21 +29,19 @@ from stages.text_files import write_text
 TRAIN_COLUMNS = ("step", "loss", "total_loss", "lr", "grad_norm")
 VAL_COLUMNS = ("step", "val_loss", "val_bpb")
 SPEED_COLUMNS = ("step", "tokens_per_s")
-MOST_ROWS = (
-    1000  # of the training curve, beside its first and newest step: enough for any plot, and Git keeps it
-)
-PLAIN_LINES = 40  # of progress over a whole run, where there is no terminal
-LIBRARIES = ("numpy", "numba", "llvmlite", "cupy-cuda13x", "cupy-cuda12x")  # those that compute
+MAX_ROWS = 1000  # of the training curve, without the first and the newest step: enough for any plot, small enough for Git
+PLAIN_LINES = 40  # progress lines over a whole run, if there is no terminal
+LIBRARIES = ("numpy", "numba", "llvmlite", "cupy-cuda13x", "cupy-cuda12x")  # those that compute results
 
 
 Rows = list[Sequence[float]]
 
 
 def add_row(rows: Rows, row: Sequence[float]) -> None:
-    """Appends a step's row to a curve and thins the curve: rows have the step first and come in its order.
+    """Appends the row of a step to a curve and thins the curve. A row begins with its step; steps ascend.
 
-    A curve holds its first step, its newest one, and each step that `every` divides. `every` is the least power of two with
-    at most MOST_ROWS such steps. So the rows depend on the steps done alone, not on how many are to come.
+    A curve holds the first step, the newest step, and every multiple of `every`: the smallest power of two that keeps them within
+    MAX_ROWS. So the rows depend only on the steps done, not on the length of the run.
     """
     step = int(row[0])
     every, before = _every(step), _every(step - 1)
@@ -56,24 +54,24 @@ def add_row(rows: Rows, row: Sequence[float]) -> None:
 
 def _every(step: int) -> int:
     every = 1
-    while step // every > MOST_ROWS:
+    while step // every > MAX_ROWS:
         every *= 2
     return every
 
 
 @dataclass
-class Record:
-    """What a run has to show so far. It travels in the resume state, so a resumed run's curves are whole.
+class TrainingHistory:
+    """The results of a run so far. The resume state contains it, so the curves of a resumed run are complete.
 
-    The first three are the same for the same run, however often it was stopped. The others tell of its sittings.
+    The first three do not depend on how often the run was stopped. The others describe its sessions.
 
     Args:
         train: rows of TRAIN_COLUMNS.
         val: rows of VAL_COLUMNS.
         samples: (step, text) of each sample.
         speed: rows of SPEED_COLUMNS.
-        seconds: of training, validation and sampling, over all sittings.
-        resumed_at: the step of each resumption.
+        seconds: of training, validation and sampling, over all sessions.
+        resumed_at: the step of each resume.
     """
 
     train: Rows = field(default_factory=list)
@@ -84,27 +82,30 @@ class Record:
     resumed_at: list[int] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON knows it; Record(**...) makes it again."""
+        """The history as plain values for JSON; TrainingHistory(**values) restores it."""
         return asdict(self)
 
     def write_curves(self, folder: Path) -> None:
-        """Writes train.csv and val.csv, each whole."""
+        """Writes train.csv and val.csv, each atomically."""
         write_csv(folder / "train.csv", TRAIN_COLUMNS, self.train)
         write_csv(folder / "val.csv", VAL_COLUMNS, self.val)
 
     def write_speed(self, path: Path) -> None:
-        """Writes the speed of the same steps."""
+        """Writes the speed of the steps in the training curve."""
         write_csv(path, SPEED_COLUMNS, self.speed)
 
     def write_samples(self, path: Path) -> None:
-        """Writes every sample under its step."""
+        """Writes every sample, with its step as a headline."""
         write_text(path, "".join(f"=== step {step}\n{text}\n\n" for step, text in self.samples))
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One moment of a run; losses in nats, `left_s` an estimate in seconds, which a sitting's first step does not have,
-    `val_bpb` None before the first validation."""
+    """The state of a run after a step.
+
+    Losses are in nats. `left_s` estimates the remaining seconds; None after the first step of a session. `val_bpb` is None before
+    the first validation.
+    """
 
     step: int
     steps: int
@@ -117,7 +118,7 @@ class Progress:
     val_bpb: float | None
 
     def cells(self) -> list[tuple[str, str]]:
-        """(label, value) of each figure, in the order in which they are shown."""
+        """(label, value) of each figure, in display order."""
         bpb = [] if self.val_bpb is None else [("val bits/byte", f"{self.val_bpb:.4f}")]
         left = [] if self.left_s is None else [("left", duration(self.left_s))]
         return [
@@ -132,17 +133,17 @@ class Progress:
 
 
 class Display(AbstractContextManager["Display"], Protocol):
-    """Where a run shows itself."""
+    """Shows the progress of a run."""
 
     def update(self, progress: Progress) -> None:
         """Shows a finished step."""
 
     def say(self, text: str) -> None:
-        """Shows a line, or several, that stay."""
+        """Shows lines of text that stay visible."""
 
 
 class PlainDisplay:
-    """Lines of text: about PLAIN_LINES of them over a run, the first and last step among them."""
+    """Lines of text: about PLAIN_LINES over a run, including the first and last step."""
 
     def __enter__(self) -> "PlainDisplay":
         return self
@@ -151,7 +152,7 @@ class PlainDisplay:
         pass
 
     def update(self, progress: Progress) -> None:
-        """Prints the step if its turn has come."""
+        """Prints every n-th step."""
         every = max(1, progress.steps // PLAIN_LINES)
         if progress.step in (1, progress.steps) or progress.step % every == 0:
             self.say("  ".join(f"{label} {value}" for label, value in progress.cells()))
@@ -162,10 +163,10 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A bar and a row of figures that stay at the foot of the terminal; lines scroll above them.
+    """A progress bar and a row of figures at the bottom of the terminal; lines scroll above them.
 
     Args:
-        title: what is running.
+        title: name of the stage.
         console: where to draw.
     """
 
@@ -182,7 +183,7 @@ class LiveDisplay:
         self._live.stop()
 
     def update(self, progress: Progress) -> None:
-        """Keeps the step; it is drawn four times a second, whatever the speed of the steps."""
+        """Keeps the step; it is drawn four times per second, independent of the speed of the steps."""
         self._progress = progress
 
     def say(self, text: str) -> None:
@@ -191,40 +192,40 @@ class LiveDisplay:
 
     def _draw(self) -> Group:
         if self._progress is None:
-            return Group(Text(f"{self._title}: the first step is under way"))
+            return Group(Text(f"{self._title}: waiting for the first step"))
         figures = Table.grid(padding=(0, 3))
         cells = self._progress.cells()
         figures.add_row(*(Text(label, style="dim") for label, _ in cells))
         figures.add_row(*(Text(value) for _, value in cells))
-        bar = Table.grid(expand=True)  # a line of its own: a bar alone ends without one
+        bar = Table.grid(expand=True)  # the grid ends the line, which the bar does not
         bar.add_row(ProgressBar(total=self._progress.steps, completed=self._progress.step))
         return Group(Text(self._title, style="bold"), bar, figures)
 
 
 def open_display(kind: str, title: str) -> Display:
-    """The display that runtime.display names: live, plain, or auto: live in a terminal only."""
+    """The display that runtime.display names; auto is live in a terminal, else plain."""
     if kind == "live" or (kind == "auto" and sys.stdout.isatty()):
         return LiveDisplay(title, Console(force_terminal=True if kind == "live" else None))
     return PlainDisplay()
 
 
 class Speed:
-    """How fast steps are: the median of the last ones, so that one disturbed step (the first compiles) does not show."""
+    """Speed of the steps: the median of the last 50, which single slow steps (the first one compiles) do not change."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=50)
         self._steps, self._step_s = 0, 0.0
 
     def add(self, step_s: float) -> float:
-        """Counts a step that took step_s seconds, validation and sampling apart; returns the median in seconds."""
+        """Adds a step of step_s seconds, without validation and sampling; returns the median in seconds."""
         self._last.append(step_s)
         self._steps, self._step_s = self._steps + 1, self._step_s + step_s
         return statistics.median(self._last)
 
     def left_s(self, steps: int, here_s: float) -> float | None:
-        """Seconds that `steps` more steps will take, if what is between the steps of these here_s seconds goes on as well.
+        """Estimated remaining seconds of `steps` more steps, including average per-step overhead (validation, sampling, saving).
 
-        None of a first step alone, which compiles.
+        here_s is the duration of this session so far, in seconds. None after its first step, which compiles.
         """
         return (
             None
@@ -234,7 +235,7 @@ class Speed:
 
 
 def duration(seconds: float) -> str:
-    """A time as a person says it: 45s, 3m 05s, 2h 07m."""
+    """A duration for display: 45s, 3m 05s, 2h 07m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -244,7 +245,7 @@ def duration(seconds: float) -> str:
 
 
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[Sequence[float | str]]) -> None:
-    """Writes a CSV file whole or not at all; floats with 6 significant digits."""
+    """Writes a CSV file atomically; floats have 6 significant digits."""
     text = io.StringIO()
     for row in [tuple(columns), *rows]:
         text.write(",".join(f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row) + "\n")
@@ -261,12 +262,12 @@ def versions() -> dict[str, str]:
 
 
 def now() -> str:
-    """The time as provenance writes it, in UTC to the second."""
+    """The current time for provenance, in UTC to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def write_provenance(path: Path, **facts: object) -> None:
-    """Writes where a result comes from: `facts`, the versions and the machine."""
+    """Writes the provenance of a result: `facts`, library versions and machine."""
     machine = {"platform": platform.platform(), "cores": os.cpu_count()}
     write_text(
         path, json.dumps({**facts, "versions": versions(), "machine": machine}, indent=2, default=str) + "\n"

@@ -1,7 +1,7 @@
 """params.yaml, conf/ and command-line overrides -> plain values, by Hydra's Compose API.
 
-No `outputs/` folder, no change of directory, the grammar of `dvc exp run -S`. A value override edits what params.yaml
-holds; choosing a file of a group composes conf/ anew.
+Overrides have the grammar of `dvc exp run -S`. There is no `outputs/` folder and no change of directory. A value override
+changes the value in params.yaml; choosing a file of a group composes conf/ again.
 """
 
 import difflib
@@ -18,9 +18,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-ANEW = "; `python -m stages.params --compose` makes it anew"
+REGENERATE_HINT = "; `python -m stages.params --compose` regenerates it"
 
-# Keys of earlier versions, and what replaced each.
+# Keys and files of conf/ by their former names, and what replaced each.
 RENAMED = {
     "train_bpe.take": "train_bpe.pretrained",
     "shard.take": "shard.pretokenized",
@@ -28,29 +28,31 @@ RENAMED = {
     "pretrain.within_documents": "pretrain.document_mask",
     "sft.mtp_weights": "sft.mtp_loss_weights",
     "sft.too_long": "sft.overflow (drop | truncate)",
+    "model.nanoeuler": "model=nanoeuler_269m",
+    "experiment.nanoeuler": "+experiment=nanoeuler_269m",
 }
 
 
 def read_params(path: Path) -> dict[str, Any]:
-    """The plain values of a params.yaml; ValueError where it is not one."""
+    """The plain values of a params.yaml; ValueError if the file is broken."""
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=True, throw_on_missing=True)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ValueError(f"{path.name}: {_one_line(error)}{ANEW}") from None
+        raise ValueError(f"{path.name}: {_one_line(error)}{REGENERATE_HINT}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path.name}: expected a mapping of sections{ANEW}")
+        raise ValueError(f"{path.name}: expected a mapping of sections{REGENERATE_HINT}")
     return {str(section): value for section, value in values.items()}
 
 
 def compose(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """conf/ composed with overrides, as `dvc exp run -S` composes it, as plain values.
+    """The plain values of conf/ composed with overrides, as `dvc exp run -S` does.
 
     Args:
         root: the folder that holds conf/.
         overrides: in Hydra's grammar.
 
     Raises:
-        ValueError: an override is ill-formed or names no file or key, or a file of conf/ is broken.
+        ValueError: an override is ill-formed or names no file or key, or a file in conf/ is broken.
     """
     parsed = parse(overrides)
     choices = group_choices(root, parsed)
@@ -59,12 +61,13 @@ def compose(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def apply_overrides(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """The values of a run by hand: params.yaml with overrides, or conf/ composed anew.
+    """The plain values of a run by hand: params.yaml with overrides.
 
-    Anew where an override chooses a file of a group; what that changes against params.yaml is printed on stderr.
+    If an override chooses a file of a group, the values are composed from conf/; the differences from params.yaml are printed
+    on standard error.
 
     Raises:
-        ValueError: as read_params and compose.
+        ValueError: as in read_params and compose.
     """
     committed = read_params(root / "params.yaml")
     parsed = parse(overrides)
@@ -73,13 +76,13 @@ def apply_overrides(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
     if choices:
         values = _hydra(root / "conf", "config", overrides)
         differences = _differences(committed, values) or "nothing"
-        print(f"composed from conf/; unlike params.yaml: {differences}", file=sys.stderr)
+        print(f"composed from conf/; differs from params.yaml: {differences}", file=sys.stderr)
         return values
     return _hydra(root, "params", overrides) if overrides else committed
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings -> one mapping with dotted keys; lists stay values."""
+    """Nested mappings -> one mapping with dotted keys. Lists are values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -87,11 +90,11 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown key: its new name, or the name that was probably meant, else all of them.
+    """The end of a message about an unknown name: its new name, else the closest known name, else all known names.
 
     Args:
-        name: the key, with its section if it has one.
-        known: the keys that would be right, with or without their section.
+        name: the key with its section, or the file with its group: "pretrain.lr", "model.euler_1m".
+        known: the valid names, with or without their section.
     """
     if name in RENAMED:
         return f"; it is now called {RENAMED[name]}"
@@ -102,11 +105,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Overrides in Hydra's grammar; ValueError where one is ill-formed or takes several values."""
+    """Parses overrides in Hydra's grammar; ValueError if one is ill-formed or has several values."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise ValueError(f"{' '.join(overrides)}: not key=value: {_one_line(error)}") from None
+        raise ValueError(f"{' '.join(overrides)}: expected key=value: {_one_line(error)}") from None
     for override in parsed:
         if override.is_sweep_override():
             raise ValueError(
@@ -116,26 +119,27 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def group_choices(root: Path, overrides: Sequence[Override]) -> list[Override]:
-    """Those of the overrides that choose a file of a group; ValueError where there is no such file."""
+    """The overrides that choose a file of a group; ValueError if there is no such file."""
     return [override for override in overrides if _chooses_group(root, override)]
 
 
 def _chooses_group(root: Path, override: Override) -> bool:
-    """Whether an override chooses a file of a group; ValueError where there is no such file."""
+    """Whether an override chooses a file of a group; ValueError if there is no such file."""
     group = override.key_or_group
     if not (root / "conf" / group).is_dir():
         return False
     files = sorted(path.stem for path in (root / "conf" / group).glob("*.yaml"))
     value = override.value()
     if not override.is_delete() and value not in files:
-        raise ValueError(f"{group}: no file conf/{group}/{value}.yaml{nearest(str(value), files)}")
+        hint = nearest(f"{group}.{value}", files)
+        raise ValueError(f"{group}: no file conf/{group}/{value}.yaml{hint}")
     return True
 
 
 def _check_known(
     overrides: Sequence[Override], choices: Sequence[Override], values: Mapping[str, Any]
 ) -> None:
-    """Raises ValueError where an override that chooses no file and adds nothing names no key of `values`."""
+    """Raises ValueError for an override of an unknown key; overrides that choose a file or add a key are skipped."""
     for override in overrides:
         if override not in choices and not override.is_add() and not _has(values, override.key_or_group):
             raise ValueError(
@@ -144,7 +148,7 @@ def _check_known(
 
 
 def _has(values: Mapping[str, Any], key: str) -> bool:
-    """Whether a dotted key leads somewhere."""
+    """Whether the values contain a dotted key."""
     name, _, rest = key.partition(".")
     if name not in values:
         return False
@@ -152,7 +156,7 @@ def _has(values: Mapping[str, Any], key: str) -> bool:
 
 
 def _hydra(folder: Path, name: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Hydra's composition of folder/name.yaml; version_base=None is what DVC passes."""
+    """Composes folder/name.yaml by Hydra, with version_base=None as DVC does."""
     try:
         with hydra.initialize_config_dir(str(folder.resolve()), version_base=None):
             config = hydra.compose(name, overrides=list(overrides))
@@ -164,7 +168,7 @@ def _hydra(folder: Path, name: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """`key=value` of every key of `new` that `old` does not hold, as one line."""
+    """One line: `key=value` for every value of `new` that differs from `old`."""
     known = flat(old)
     return ", ".join(f"{key}={value}" for key, value in flat(new).items() if known.get(key, flat) != value)
 

@@ -1,11 +1,11 @@
-"""Conversations packed into rows of the context, for training and for evaluation.
+"""Conversations packed into sequences of the context length, for training and evaluation.
 
-Best-fit decreasing: the conversations are taken from the longest to the shortest, each goes into the row with the least room
-that still holds it, or opens a row. None is split. How full the rows get depends on the lengths alone, so every epoch has the
-same number of rows; the seed says which of the conversations of one length goes where, and in what order the rows come.
+Best-fit decreasing: the longest conversation comes first. Each goes into the fullest row that still has room for it, or a new
+row. No conversation is split. The fill of the rows depends only on the lengths, so every epoch has the same number of rows. The
+seed decides which conversation of a length goes where, and the order of the rows.
 
-What stays free is filled with <|pad|>, a document of its own with weight 0. Within a row `document` is the conversation's
-number, so attention and positions stay within it.
+The rest of a row is filled with <|pad|>, a document of its own with weight 0. Within a row `document` is the number of the
+conversation, so attention and positions stay within it.
 """
 
 from bisect import bisect_left, insort
@@ -15,24 +15,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.batch import Batch
-from stages.batches import shuffled
+from stages.batches import permute_indices
 from stages.chat_template import Rendered
 
-Row = list[int]  # the numbers of the conversations in one row, in order
+Row = list[int]  # the numbers of the conversations in one sequence, in order
 
 
 def pack(lengths: Sequence[int], context: int) -> list[Row]:
     """Best-fit packing of lengths in the order given.
 
     Args:
-        lengths: tokens of each conversation, 1 to context; descending for best-fit decreasing.
-        context: room of a row.
+        lengths: tokens of each conversation, 1 to context; in descending order for best-fit decreasing.
+        context: tokens per row.
 
     Returns:
-        Rows of places in `lengths`; each place in one row.
+        Rows of indices into `lengths`; each index is in one row.
     """
     rows: list[Row] = []
-    by_room: dict[int, list[int]] = {}  # room left -> rows that have it, the one used last on top
+    by_room: dict[int, list[int]] = {}  # room left -> its rows, the last used one at the end
     rooms: list[int] = []  # keys of by_room, ascending
     for place, length in enumerate(lengths):
         assert 1 <= length <= context
@@ -55,16 +55,16 @@ def pack(lengths: Sequence[int], context: int) -> list[Row]:
 
 
 class SftBatches:
-    """Training micro-batches of packed conversations without an end: each once an epoch, every epoch in a new order.
+    """Endless training micro-batches of packed conversations: each conversation once per epoch, every epoch in a new order.
 
-    Micro-batch i holds rows i * micro_batch .. (i + 1) * micro_batch - 1 of the endless sequence of epochs, so one may span
-    two epochs; its content depends on i and the seed alone. Every row has something to learn, since every conversation has.
+    Micro-batch i holds rows i * micro_batch .. (i + 1) * micro_batch - 1 of the endless sequence of epochs, so it may span two
+    epochs. Its content depends only on i and the seed. Every row has supervised tokens, since every conversation has some.
 
     Args:
-        conversations: as `render_all` makes them for this context.
-        micro_batch: rows of a batch, B.
-        context: tokens of a row, T.
-        pad_id: of <|pad|>.
+        conversations: of `render_all` for this context.
+        micro_batch: rows per batch, B.
+        context: tokens per row, T.
+        pad_id: id of <|pad|>.
         seed: of the orders, at least 0.
     """
 
@@ -75,7 +75,7 @@ class SftBatches:
         self.pad_id, self.seed = pad_id, seed
         self._places = pack(np.sort(conversations.lengths)[::-1].tolist(), context)
         self.rows = len(self._places)
-        self._epoch = -1  # the one that _members and _order are of
+        self._epoch = -1  # the epoch of _members and _order
         self._members = self._order = np.empty(0, np.int64)
 
     def row(self, number: int) -> Row:
@@ -83,9 +83,9 @@ class SftBatches:
         epoch, place = divmod(number, self.rows)
         if epoch != self._epoch:
             count = len(self.conversations)
-            order = shuffled(np.arange(count), count, self.seed, epoch, 1)
+            order = permute_indices(np.arange(count), count, self.seed, epoch, 1)
             self._members = order[np.argsort(-self.conversations.lengths[order], kind="stable")]
-            self._order = shuffled(np.arange(self.rows), self.rows, self.seed, epoch, 2)
+            self._order = permute_indices(np.arange(self.rows), self.rows, self.seed, epoch, 2)
             self._epoch = epoch
         return self._members[self._places[self._order[place]]].tolist()
 
@@ -96,29 +96,25 @@ class SftBatches:
 
 
 class EvalConversations:
-    """Every conversation once, packed; the rows that fill the last batch are <|pad|> alone, with weight 0.
+    """Every conversation once, packed. Rows of only <|pad|> with weight 0 fill the last batch.
 
-    Args: as of SftBatches.
+    Args: as in SftBatches.
     """
 
     def __init__(self, conversations: Rendered, *, micro_batch: int, context: int, pad_id: int) -> None:
-        self.conversations, self.micro_batch, self.context, self.pad_id = (
-            conversations,
-            micro_batch,
-            context,
-            pad_id,
-        )
+        self.conversations, self.micro_batch = conversations, micro_batch
+        self.context, self.pad_id = context, pad_id
         order = np.argsort(-conversations.lengths, kind="stable")
         self._rows = [
             order[places].tolist() for places in pack(conversations.lengths[order].tolist(), context)
         ]
 
     def __len__(self) -> int:
-        """The number of batches."""
+        """Number of batches."""
         return -(-len(self._rows) // self.micro_batch)
 
     def members(self, index: int) -> list[Row]:
-        """The conversations in each row of batch `index`, by their `document` there; an empty list for a row of padding."""
+        """The conversations in each row of batch `index`, in the order of `document`; an empty list for a row of padding."""
         rows = self._rows[index * self.micro_batch : (index + 1) * self.micro_batch]
         return rows + [[] for _ in range(self.micro_batch - len(rows))]
 
@@ -130,21 +126,21 @@ class EvalConversations:
 
 
 def _fill(conversations: Rendered, rows: list[Row], context: int, pad_id: int) -> Batch:
-    """The batch of these rows; the weight at t is that of the target at t, which is the token at t + 1."""
+    """The batch of these rows. The weight at t belongs to the target at t, which is the token at t + 1."""
     tokens: NDArray[np.int32] = np.full((len(rows), context), pad_id, np.int32)
     document = np.empty((len(rows), context), np.int32)
-    learnt = np.zeros((len(rows), context + 1), np.float32)  # of each token, and of none behind the last
+    weight = np.zeros((len(rows), context + 1), np.float32)  # of each token, and 0 after the last
     for row, members in enumerate(rows):
         start = 0
-        document[row] = len(members)  # the padding's
+        document[row] = len(members)  # of the padding
         for number, member in enumerate(members):
             ids, supervised = conversations[member]
             end = start + len(ids)
             tokens[row, start:end] = ids
             document[row, start:end] = number
-            learnt[row, start:end] = supervised
+            weight[row, start:end] = supervised
             start = end
-    # A conversation opens with a special token that is not learnt, so no target is learnt across two conversations.
-    loss_weight = np.ascontiguousarray(learnt[:, 1:])
+    # A conversation opens with a special token of weight 0, so no target with weight belongs to another conversation.
+    loss_weight = np.ascontiguousarray(weight[:, 1:])
     targets = np.concatenate((tokens[:, 1:], np.full((len(rows), 1), pad_id, np.int32)), axis=1)
     return Batch(tokens, targets, document, loss_weight)

@@ -1,11 +1,11 @@
-"""Command: conf/ -> params.yaml, as `dvc exp run` composes it. `dvc repro` reads params.yaml and never looks at conf/.
+"""The command params: conf/ -> params.yaml, as `dvc exp run` composes it. `dvc repro` reads only params.yaml, not conf/.
 
-    python -m stages.params --write [overrides]   composes params.yaml anew and keeps the overrides; without any: back to conf/
-    python -m stages.params --compose             composes params.yaml anew with the overrides that are kept
-    python -m stages.params --check [overrides]   fails, naming what differs, where params.yaml is not that composition
+    python -m stages.params --write [overrides]   writes params.yaml and keeps the overrides; without overrides, keeps nothing
+    python -m stages.params --compose             writes params.yaml with the kept overrides, after an edit in conf/
+    python -m stages.params --check [overrides]   exit code 1 and the differences if params.yaml is not that composition
     python -m stages.params [overrides]           prints the composition
 
-Kept overrides stand in conf/kept/params.yaml, the last of the defaults. So every later `dvc exp run` includes them.
+Kept overrides are in conf/kept/params.yaml, the last entry of the defaults list. So every later `dvc exp run` includes them.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from stages.overrides import compose, flat, group_choices, parse, read_params
+from stages.overrides import REGENERATE_HINT, compose, flat, group_choices, parse, read_params
 from stages.program import command_main
 from stages.settings import validate
 from stages.text_files import write_text
@@ -30,22 +30,22 @@ KEPT_HEADER = """\
 
 
 def text(values: dict[str, Any]) -> str:
-    """The bytes of params.yaml for composed values, those that DVC writes."""
+    """The text of params.yaml for composed values, byte for byte as DVC writes it."""
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def write(root: Path, values: dict[str, Any]) -> None:
-    """Replaces root/params.yaml, in one step, so that a kill leaves the old or the new one."""
+    """Replaces root/params.yaml atomically."""
     write_text(root / PARAMS, text(values))
 
 
 def kept_text(root: Path, overrides: Sequence[str]) -> str:
-    """The bytes of conf/kept/params.yaml: a Hydra config that composes as these overrides do.
+    """The text of conf/kept/params.yaml: a Hydra config with the effect of these overrides.
 
-    Experiments and files of groups become its defaults list, values its keys.
+    Experiments and files of groups become its defaults list, values become its keys.
 
     Raises:
-        ValueError: an override deletes a key, for which a config has no form.
+        ValueError: an override deletes a key, which a Hydra config cannot express.
     """
     parsed = parse(overrides)
     chosen = group_choices(root, parsed)
@@ -54,7 +54,7 @@ def kept_text(root: Path, overrides: Sequence[str]) -> str:
     for override in parsed:
         if override.is_delete():
             raise ValueError(
-                f"{override.input_line}: a deletion cannot be kept; edit the file of conf/ that has the key"
+                f"{override.input_line}: a deletion cannot be kept; edit the file in conf/ that has the key"
             )
         if override not in chosen:
             OmegaConf.update(values, override.key_or_group, override.value(), merge=True)
@@ -69,15 +69,15 @@ def kept_text(root: Path, overrides: Sequence[str]) -> str:
 
 
 def yaml_of(values: Any) -> str:
-    """YAML of a config, nothing for an empty one, which would be `{}` behind other keys."""
+    """YAML of a config; empty for an empty one, whose `{}` must not follow other keys."""
     return OmegaConf.to_yaml(values) if values else ""
 
 
 def keep(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Composes conf/ with these overrides and nothing else that was kept, and keeps them; returns the values.
+    """Writes params.yaml with these overrides, keeps them in place of earlier ones, and returns the values.
 
     Raises:
-        ValueError: as compose and validate; or the overrides cannot be kept. Then both files are as they were.
+        ValueError: as in compose and validate, or the overrides cannot be kept. Both files are then unchanged.
     """
     values = compose(root, ["kept=none", *overrides])
     validate(values)
@@ -87,7 +87,7 @@ def keep(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         if compose(root, []) != values:
             raise ValueError(
-                f"{' '.join(overrides)}: kept, these would compose otherwise; use `dvc exp run -S`"
+                f"{' '.join(overrides)}: these overrides have another effect when kept; use `dvc exp run -S`"
             )
         write(root, values)
     except ValueError:
@@ -96,8 +96,8 @@ def keep(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def check(root: Path, values: dict[str, Any]) -> None:
-    """Raises ValueError where root/params.yaml does not hold these values in this form."""
+def check_params_file(root: Path, values: dict[str, Any]) -> None:
+    """Raises ValueError if root/params.yaml does not hold exactly these values in DVC's form."""
     committed = read_params(root / PARAMS)
     old, new = flat(committed), flat(values)
     wrong = [key for key in sorted(old | new) if key not in old or key not in new or old[key] != new[key]]
@@ -105,24 +105,22 @@ def check(root: Path, values: dict[str, Any]) -> None:
         shown = ", ".join(
             f"{key} (is {old.get(key, 'missing')}, conf/ has {new.get(key, 'none')})" for key in wrong
         )
-        raise ValueError(
-            f"{PARAMS} is not what conf/ composes: {shown}; `python -m stages.params --compose` makes it anew"
-        )
+        raise ValueError(f"{PARAMS} is not the composition of conf/: {shown}{REGENERATE_HINT}")
     if (root / PARAMS).read_text(encoding="utf-8") != text(values):
-        raise ValueError(f"{PARAMS} was edited by hand: edit conf/, then `python -m stages.params --compose`")
+        raise ValueError(
+            f"{PARAMS} was edited by hand; edit conf/ instead, then run `python -m stages.params --compose`"
+        )
 
 
 def run(argv: list[str]) -> None:
-    """What the module's docstring says."""
+    """Runs the command as the module docstring says."""
     parser = argparse.ArgumentParser(prog="python -m stages.params", description=__doc__.split("\n")[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--write", action="store_true", help=f"write {PARAMS}, and keep the overrides in {KEPT}"
     )
-    what.add_argument(
-        "--compose", action="store_true", help=f"write {PARAMS} with the overrides that are kept"
-    )
-    what.add_argument("--check", action="store_true", help=f"compare {PARAMS}; exit code 1 where it differs")
+    what.add_argument("--compose", action="store_true", help=f"write {PARAMS} with the kept overrides")
+    what.add_argument("--check", action="store_true", help=f"compare {PARAMS}; exit code 1 if it differs")
     parser.add_argument(
         "overrides", nargs="*", help="for example model=gpt2_124m, pretrain.lr=1e-3, +experiment=smoke"
     )
@@ -135,7 +133,7 @@ def run(argv: list[str]) -> None:
     values = compose(root, arguments.overrides)
     validate(values)
     if arguments.check:
-        check(root, values)
+        check_params_file(root, values)
     elif arguments.compose:
         write(root, values)
         print(f"{PARAMS} written")

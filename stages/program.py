@@ -1,4 +1,4 @@
-"""How a stage or command runs as a program: its command line, its errors and exit codes, one stage at a time in a checkout."""
+"""Stages and commands as programs: command line, error messages, exit codes, and one stage at a time per checkout."""
 
 import math
 import os
@@ -17,16 +17,16 @@ from stages.preflight import objections
 from stages.settings import Settings, load
 from stages.text_files import wrap_write_errors, write_text
 
-JUST_S = 2.0  # within which an error after Ctrl-C is taken for its result
+JUST_S = 2.0  # seconds after Ctrl-C in which an error counts as its effect
 USAGE = "[key=value ...]  for example pretrain.steps=200 model=gpt2_124m +experiment=smoke; keys and values: conf/"
 
 
 def stage_main(name: str, run: Callable[[Settings], None]) -> None:
-    """A stage's main(): the command line -> settings -> what later stages would refuse -> run, alone in this checkout."""
+    """The main() of a stage: command line -> settings -> look-ahead -> run, one stage at a time per checkout."""
 
     def stage(argv: list[str]) -> None:
         settings = load(argv)
-        with nullcontext() if settings.runtime.plan else alone(name):  # a plan writes nothing
+        with nullcontext() if settings.runtime.plan else stage_lock(name):  # the memory plan writes nothing
             if not settings.runtime.plan:
                 look_ahead(name, settings)
             run(settings)
@@ -38,27 +38,27 @@ def stage_main(name: str, run: Callable[[Settings], None]) -> None:
 
 
 def look_ahead(name: str, settings: Settings) -> None:
-    """Ends a run of DVC's that a later stage would end; of a stage run by hand, which may be all there is, says so in lines.
+    """Stops a DVC run in which a later stage would fail. A stage run by hand prints notes and continues.
 
     Raises:
-        ValueError: the first objection, under DVC.
+        ValueError: the first objection, if DVC runs this stage.
     """
     for objection in objections(name, settings):
         if "DVC_STAGE" in os.environ:
             raise ValueError(objection)
-        print(f"note: `dvc repro` would refuse this: {objection}", file=sys.stderr)
+        print(f"note: `dvc repro` would stop here: {objection}", file=sys.stderr)
 
 
 @contextmanager
-def alone(name: str) -> Iterator[None]:
-    """Waits, with a line, while another stage runs in this checkout: one may read what another is about to replace.
+def stage_lock(name: str) -> Iterator[None]:
+    """A lock that lets one stage at a time run in this checkout; otherwise a stage could read files that another replaces.
 
-    DVC's own locks know nothing of stages run by hand, nor of one that goes on after `dvc` alone was killed. The system frees
-    this lock when its process ends, however it ends.
+    While another stage runs, this one prints a line and waits. DVC has its own locks, but they do not cover a stage run by hand,
+    or a stage whose `dvc` was killed. The system releases this lock when the process ends, even after SIGKILL.
 
     Raises:
-        ValueError: another stage was started while this one waited. Of several that wait only the last may run: the `dvc` of an
-            earlier one may be gone, and what it would write replace what was made since.
+        ValueError: another stage was started while this one waited. Of several waiting stages only the last may run: the `dvc`
+            of an earlier one may be gone, and its outputs would replace newer ones.
     """
     folder, own = Path(".nanoeuler"), f"{name} (process {os.getpid()})"
     lock, running, last = FileLock(folder / "running.lock"), folder / "running", folder / "started"
@@ -75,7 +75,7 @@ def alone(name: str) -> Iterator[None]:
             if later != own:
                 lock.release()
                 raise ValueError(
-                    f"{name}: {later} was started while this one waited; start this one again if need be"
+                    f"{name}: {later} was started while this one waited; start this one again if you still need it"
                 ) from None
     try:
         write_text(running, own)
@@ -85,13 +85,13 @@ def alone(name: str) -> Iterator[None]:
 
 
 def command_main(run: Callable[[list[str]], None]) -> None:
-    """Runs a program on its arguments; what its user can repair is one line on stderr, not a traceback.
+    """Runs a program on its arguments. An error that the user can fix is one line on standard error, not a traceback.
 
-    Exit code 1 after an error, 130 after Ctrl-C (DVC takes 0 for success, whatever happened before).
+    The exit code is 1 after an error and 130 after Ctrl-C. (DVC takes 0 for success, whatever happened.)
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="replace")  # Windows' consoles have another default
+            stream.reconfigure(encoding="utf-8", errors="replace")  # consoles on Windows have another default
     heard_at = -math.inf
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -100,15 +100,15 @@ def command_main(run: Callable[[list[str]], None]) -> None:
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    if before != signal.SIG_IGN:  # which a shell sets for jobs in the background
+    if before != signal.SIG_IGN:  # shells set it for background jobs
         signal.signal(signal.SIGINT, interrupt)
     try:
         run(sys.argv[1:])
-    except BrokenPipeError:  # who read has gone, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at the end
+    except BrokenPipeError:  # the reader is gone, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is flushed at exit
         raise SystemExit(1) from None
     except (Exception, KeyboardInterrupt) as error:
-        # Some libraries turn a KeyboardInterrupt into an error of their own. An error long after is another one.
+        # Some libraries turn a KeyboardInterrupt into their own error. A much later error has another cause.
         if isinstance(error, KeyboardInterrupt) or time.monotonic() - heard_at < JUST_S:
             print("interrupted", file=sys.stderr)
             raise SystemExit(130) from None

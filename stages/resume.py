@@ -1,10 +1,10 @@
-"""The states from which a killed run goes on, or a longer one.
+"""Resume states: a killed run continues from the newest one, and a longer run from that of a shorter one.
 
-A state is one file with everything that training still needs. DVC deletes a stage's outs when the stage starts. So states
-live apart from them, in .nanoeuler/resume/<fingerprint>/ of the main checkout. The fingerprint is a hash of all that decides
-the run's bits, and only an exact match resumes.
+A state is one file with everything that training still needs. DVC deletes the outputs of a stage when the stage starts. So states
+are kept elsewhere, in .nanoeuler/resume/<fingerprint>/ of the main checkout. The fingerprint is a hash of everything that decides
+the bits of the run, and only an exact match resumes.
 
-One other match is exact. With schedule wsd the learning rate before the cool-down does not depend on the length of the run.
+There is one other exact match. With schedule wsd the learning rate before the cool-down does not depend on the length of the run.
 A state from there is also a state of a run with other steps or another cool-down. Such runs have the same `trunk`.
 """
 
@@ -29,21 +29,21 @@ from safetensors import safe_open
 from stages.checkpoint import write_arrays
 from stages.text_files import file_sha256, unwritable, write_text
 
-KEPT_STATES = 2  # the newest, and the one before it in case the newest is damaged
-UNTRACKED = ("settings", "training_settings", "program")  # modules that hand on nothing but values
+KEPT_STATES = 2  # the newest, and one more in case the newest is damaged
+UNTRACKED = ("settings", "training_settings", "program")  # modules that only pass on values
 REPOSITORY = Path(__file__).resolve().parent.parent
 WORK, FINISHED = "work.json", "finished"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run is, for this run and for later ones.
+    """The identity of a run.
 
     Args:
-        stage: its name.
-        trunk: a hash of all that decides the run's bits, but for its steps and its cool-down.
-        steps: of the whole run.
-        trunk_steps: those before the cool-down; 0 with a schedule that depends on the length of the run.
+        stage: name of the stage.
+        trunk: a hash of everything that decides the bits of the run, except its length and its cool-down.
+        steps: length of the run.
+        trunk_steps: steps before the cool-down; 0 if the schedule depends on the length of the run.
     """
 
     stage: str
@@ -53,35 +53,35 @@ class Work:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides the run's bits."""
+        """A hash of everything that decides the bits of the run."""
         return fingerprint([], asdict(self))
 
 
 @dataclass(frozen=True)
 class State:
-    """All that a run needs to go on as if it had never stopped.
+    """Everything that a run needs to continue as if it had never stopped.
 
     Args:
         step: finished updates.
-        arrays: of Engine.state(): parameters, moments, with fp8 scales, and the step count.
-        record: what metrics.Record.to_dict() gives: the curves so far.
+        arrays: from Engine.state(): parameters, moments, FP8 scales if any, and the step count.
+        history: from TrainingHistory.to_dict(): the curves so far.
     """
 
     step: int
     arrays: dict[str, np.ndarray]
-    record: dict[str, Any]
+    history: dict[str, Any]
 
 
 class ResumeFolder:
-    """The resume states of one run, locked while it is open; opening it waits, with a line, while another process holds it.
+    """The resume states of one run. Locked while it is open; opening prints a line and waits while another process holds it.
 
-    Finished work stays until other work of the same stage is finished. So a kill before DVC writes its lock, or a lock that
-    was put back, repeats nothing. Unfinished work stays.
+    A finished run stays until another run of the same stage finishes. So nothing is repeated after a kill before DVC writes
+    dvc.lock, or after an older dvc.lock is checked out. Unfinished runs stay.
 
     Args:
         work: this run.
-        root: the folder that holds the folders of all runs.
-        say: where a line for the user goes.
+        root: contains the folders of all runs.
+        say: prints a line for the user.
     """
 
     def __init__(self, work: Work, root: Path, say: Callable[[str], None] = print) -> None:
@@ -94,7 +94,7 @@ class ResumeFolder:
         while not self._try_to_open():
             if not waiting:
                 self._say(
-                    f"waiting for another run of the same work, which holds {self.folder}; Ctrl-C gives up"
+                    f"waiting for another process with the same run, which holds {self.folder}; Ctrl-C gives up"
                 )
                 waiting = True
             time.sleep(0.5)
@@ -109,41 +109,41 @@ class ResumeFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether this work was finished before."""
+        """Whether this run has finished before."""
         return (self.folder / FINISHED).exists()
 
     def newest(self) -> Path | None:
-        """The newest state's file; its content is not yet checked."""
+        """The file of the newest state; its content is not checked."""
         return next(iter(_states(self.folder)), None)
 
     def load(self) -> State | None:
-        """The newest undamaged state of this run, else of an earlier one that this run goes on from; None: there is none.
+        """The newest valid state of this run, else of another run that this one can continue; None if there is none.
 
-        A damaged state is named in a line and removed.
+        A damaged state is reported and removed.
         """
         for path in _states(self.folder):
             if state := self._read(path):
                 self._say(f"resumed at step {state.step} from {self.folder}")
                 return state
-        with self._root_lock:  # under which no folder is removed
+        with self._root_lock:  # no folder is removed under this lock
             for path, steps in self._of_earlier_runs():
-                with suppress(FileNotFoundError):  # the other run is under way and has replaced this state
+                with suppress(FileNotFoundError):  # the other run is training and has replaced this state
                     if state := self._read(path):
                         self._say(
-                            f"goes on from step {state.step} of an earlier run of {steps} steps in {path.parent}"
+                            f"resumed at step {state.step} of an earlier run of {steps} steps in {path.parent}"
                         )
                         return state
         return None
 
     def save(self, state: State) -> None:
-        """Writes a state whole or not at all; keeps the last two and the last one before the cool-down.
+        """Writes a state atomically; keeps the last two and the last one before the cool-down.
 
         Raises:
-            ValueError: it cannot be written.
+            ValueError: the state cannot be written.
         """
         partial = self.folder / f"{state.step:09d}.partial"
-        write_arrays(partial, state.arrays, {"record": json.dumps(state.record)})
-        # The content's hash is in the name: no state is taken for whole that was changed since.
+        write_arrays(partial, state.arrays, {"history": json.dumps(state.history)})
+        # The name contains the hash of the content, so that a damaged state is detected.
         path = self.folder / f"{state.step:09d}-{file_sha256(partial)[:16]}.safetensors"
         os.replace(partial, path)
         self._keep(
@@ -151,7 +151,7 @@ class ResumeFolder:
         )
 
     def finish(self) -> None:
-        """Marks the work as handed on and removes finished work of the same stage; keeps the newest state of this one."""
+        """Marks this run as finished, keeps its newest state, and removes other finished runs of the stage."""
         write_text(self.folder / FINISHED, self.work.stage)
         self._keep(_states(self.folder)[:1])
         with self._root_lock:
@@ -159,11 +159,11 @@ class ResumeFolder:
                 if other != self.folder and _finished_stage(other) in (
                     self.work.stage,
                     "",
-                ):  # "": of an older version
+                ):  # "": written by an older version
                     _remove_if_free(other)
 
     def _keep(self, kept: list[Path]) -> None:
-        """Removes all other states but the one of the last step before the cool-down."""
+        """Removes all other states, except the one of the last step before the cool-down."""
         steps = {_step(path) for path in kept}
         for path in _states(self.folder):
             if path not in kept and (_step(path) in steps or _step(path) != self.work.trunk_steps):
@@ -171,15 +171,15 @@ class ResumeFolder:
 
     def _read(self, path: Path) -> State | None:
         if file_sha256(path)[:16] != path.stem.split("-")[1]:
-            self._say(f"{path}: damaged resume state, passed over and removed")
+            self._say(f"{path}: damaged resume state, skipped and removed")
             path.unlink()
             return None
         with safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return State(_step(path), arrays, json.loads(file.metadata()["record"]))
+            return State(_step(path), arrays, json.loads(file.metadata()["history"]))
 
     def _of_earlier_runs(self) -> list[tuple[Path, int]]:
-        """States of other runs that are states of this one as well, and how long those runs are; the newest state first."""
+        """States of other runs that are also states of this one, with the length of their runs; the newest state first."""
         found = []
         for path in self.folder.parent.glob(f"*/{WORK}"):
             other = json.loads(path.read_text(encoding="utf-8"))
@@ -191,16 +191,16 @@ class ResumeFolder:
     def _name_unfinished(self) -> None:
         size, root = 0, self.folder.parent
         for path in root.glob("*/*.safetensors"):
-            with suppress(FileNotFoundError):  # a run of other settings may be replacing it right now
+            with suppress(FileNotFoundError):  # a run with other settings may be replacing it right now
                 if path.parent != self.folder and _finished_stage(path.parent) is None:
                     size += path.stat().st_size
         if size:
             self._say(
-                f"unfinished work of other settings keeps {size >> 20} MiB in {root}; delete what you give up"
+                f"unfinished runs with other settings use {size >> 20} MiB of resume states in {root}; delete unneeded ones"
             )
 
     def _try_to_open(self) -> bool:
-        """Takes the lock if it is free; under the root's lock, so that no folder is removed while it is being taken."""
+        """Acquires the lock if it is free. The lock of the root prevents that the folder is removed meanwhile."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._root_lock:
@@ -214,7 +214,7 @@ class ResumeFolder:
 
 
 def _states(folder: Path) -> list[Path]:
-    """The files of a folder's states, the newest first."""
+    """The state files in a folder, the newest first."""
     found = [
         path for path in folder.glob("*") if re.fullmatch(r"\d{9,10}-[0-9a-f]{16}\.safetensors", path.name)
     ]
@@ -226,7 +226,7 @@ def _step(path: Path) -> int:
 
 
 def _finished_stage(folder: Path) -> str | None:
-    """The stage of which a folder holds finished work; None where the work is not finished."""
+    """The stage of a finished run in a folder; None if the run is not finished."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return (folder / FINISHED).read_text(encoding="utf-8")
     return None
@@ -238,21 +238,21 @@ def _remove_if_free(folder: Path) -> None:
         lock.acquire(timeout=0)
     except Timeout:
         return
-    lock.release()  # before the removal: Windows removes no open file
+    lock.release()  # before the removal: Windows cannot remove an open file
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def resume_root() -> Path:
-    """Where resume states live: in the main checkout also when DVC runs the stage in a temporary copy of it."""
+    """The folder of resume states: in the main checkout, even if DVC runs the stage in a temporary copy of it."""
     return Path(os.environ.get("DVC_ROOT", ".")) / ".nanoeuler" / "resume"
 
 
 def fingerprint(files: Iterable[Path], values: Mapping[str, Any]) -> str:
-    """A hash of all that decides a run's bits.
+    """A hash of everything that decides the bits of a run.
 
     Args:
-        files: data and sources; folders count with every file in them. Contents and names matter, not where they lie.
-        values: parameters, device and library versions, as JSON knows them.
+        files: data and sources; a folder stands for all files in it. Names and contents count, parent folders do not.
+        values: parameters, device and library versions, as plain values for JSON.
     """
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8"))
     for path in files:
@@ -263,9 +263,9 @@ def fingerprint(files: Iterable[Path], values: Mapping[str, Any]) -> str:
 
 
 def sources(module: str) -> list[Path]:
-    """The files of this repository whose code a stage runs: what it imports of stages/, and all of kernels/.
+    """The source files that a stage runs: its imports from stages/ and all of kernels/.
 
-    Without UNTRACKED: the values that they hand on count as such.
+    UNTRACKED modules are left out; the values that they pass on are in the fingerprint.
 
     Args:
         module: a name within stages/, such as "pretrain".

@@ -1,4 +1,4 @@
-"""Plain values -> frozen dataclasses, strictly: the types of settings.py are the schema of params.yaml."""
+"""Plain values -> frozen dataclasses. The types in settings.py are the schema of params.yaml."""
 
 import math
 from collections.abc import Mapping
@@ -7,29 +7,29 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from stages.overrides import nearest
+from stages.overrides import REGENERATE_HINT, nearest
 from stages.sources.corpus import NOTHING
 
-# Sections whose keys may be left out: each kind of source has others, and a model names only the parts it changes.
+# Sections in which a key with a default may be missing: each kind of source has its own keys.
 OPTIONAL_KEYS = ("corpus", "conversations", "model")
 
 
-def check(ok: bool, key: str, expected: str, value: object) -> None:
-    """Raises the ValueError of a key whose value does not fit."""
+def require(ok: bool, key: str, expected: str, value: object) -> None:
+    """Raises ValueError if the value of a key is not as expected."""
     if not ok:
         raise ValueError(f"{key}: expected {expected}, got {value!r}")
 
 
 def build(kind: Any, value: Any, key: str) -> Any:
-    """One plain value -> one field's type, strictly.
+    """Converts a plain value to the type of a field.
 
     Args:
-        kind: a dataclass, Literal, tuple[X, ...], X | None, float, int, bool or str. Path | None is a text, NOTHING for None.
-        value: what params.yaml holds; a whole number is good for a float, a bool is not good for an int.
-        key: where it stands, for the message.
+        kind: a dataclass, Literal, tuple[X, ...], X | None, float, int, bool or str. Path | None is a text; NOTHING means None.
+        value: from params.yaml. An int is valid for a float; a bool is not valid for an int.
+        key: the dotted key, for the message.
 
     Raises:
-        ValueError: an unknown or missing key, or a value of another type; the message names the key.
+        ValueError: a key is unknown or missing, or a value has another type; the message names the key.
     """
     if is_dataclass(kind):
         return _build_section(kind, value, key)
@@ -37,23 +37,23 @@ def build(kind: Any, value: Any, key: str) -> Any:
     if origin is UnionType:
         assert arguments[1:] == (NoneType,), f"{key}: a field is X or X | None"
         if arguments[0] is Path:
-            check(isinstance(value, str) and value != "", key, f"a path, or {NOTHING} to take nothing", value)
+            require(isinstance(value, str) and value != "", key, f"a path, or {NOTHING} for none", value)
             return None if value == NOTHING else Path(value)
         return None if value is None else build(arguments[0], value, key)
     if origin is tuple:
-        check(isinstance(value, list), key, "a list", value)
+        require(isinstance(value, list), key, "a list", value)
         return tuple(build(arguments[0], item, f"{key}[{index}]") for index, item in enumerate(value))
     if origin is Literal:
-        check(isinstance(value, str) and value in arguments, key, f"one of {', '.join(arguments)}", value)
+        require(isinstance(value, str) and value in arguments, key, f"one of {', '.join(arguments)}", value)
         return value
-    check(_fits(kind, value), key, _describe(kind), value)
+    require(_fits(kind, value), key, _describe(kind), value)
     return float(value) if kind is float else value
 
 
 def _build_section(kind: Any, value: Any, key: str) -> Any:
     section = key or "params.yaml"
     if not isinstance(value, Mapping):
-        hint = f"; `dvc exp run -S {section}=FILE`, without --no-hydra, chooses a file of conf/{section}"
+        hint = f"; to choose a file of conf/{section}, run `dvc exp run -S {section}=FILE` without --no-hydra"
         raise ValueError(f"{section}: expected a mapping of keys, got {value!r}{hint}")
     known = {field.name: field for field in fields(kind)}
     for name in value:
@@ -66,9 +66,7 @@ def _build_section(kind: Any, value: Any, key: str) -> Any:
         elif not key.startswith(OPTIONAL_KEYS) or (
             field.default is MISSING and field.default_factory is MISSING
         ):
-            raise ValueError(
-                f"{section}: the key {name!r} is missing; `python -m stages.params --compose` writes all"
-            )
+            raise ValueError(f"{section}: the key {name!r} is missing{REGENERATE_HINT}")
     return kind(**found)
 
 

@@ -1,4 +1,4 @@
-"""What eval measures: of text, of conversations, of replies. All sums in float64, over fp32 values of the engine."""
+"""The measurements of eval: text, conversations and replies. Sums are float64 over the fp32 values of the engine."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from stages.packing import EvalConversations
 from stages.shard_format import ShardSet
 from stages.tokenizer import Tokenizer
 
-READ_TOKENS = 1 << 24  # of a shard at once while counting: 64 MiB
+READ_TOKENS = 1 << 24  # of a shard read at once while counting: 64 MiB
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class HeadScore:
     """One prediction head on held-out text.
 
     Args:
-        loss: nats a token.
-        accuracy: share of tokens that the head holds likeliest.
-        unigram_loss: nats a token, on the same tokens, of their frequencies in the training text.
+        loss: nats per token.
+        accuracy: share of tokens to which the head gives the highest probability.
+        unigram_loss: nats per token of the unigram model (token frequencies of the training text) on the same tokens.
     """
 
     loss: float
@@ -37,7 +37,7 @@ class HeadScore:
 
 @dataclass(frozen=True)
 class TextScore:
-    """A model on held-out text: `loss` of head 0 in nats a token, in bits per UTF-8 byte, and every head."""
+    """A model on held-out text: loss of head 0 in nats per token and in bits per UTF-8 byte, and all heads."""
 
     loss: float
     bits_per_byte: float
@@ -46,7 +46,7 @@ class TextScore:
 
 @dataclass(frozen=True)
 class AnswerScore:
-    """A model on held-out answers: nats a token over the content, over the ends of turn, and over both as sft trains."""
+    """A model on held-out answers: nats per token of the contents, of the end-of-turn tokens, and of both, as sft trains."""
 
     content_loss: float
     end_loss: float
@@ -55,14 +55,14 @@ class AnswerScore:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: its ids without the end of turn, and whether that came by itself."""
+    """An answer: its ids without the end-of-turn token, and whether the model wrote that token itself."""
 
     ids: list[int]
     ended: bool
 
 
 def unigram_nats(shards: ShardSet) -> NDArray[np.float64]:
-    """-log of each id's frequency in a split, (vocab_size,) nats; one is added to each count, for ids that never occur."""
+    """-log of the frequency of each id in a split, (vocab_size,) nats. Add-one smoothing covers ids that never occur."""
     counts = np.ones(shards.vocab_size, np.int64)
     for start in range(0, shards.tokens, READ_TOKENS):
         ids = shards.read(start, min(start + READ_TOKENS, shards.tokens))
@@ -71,13 +71,13 @@ def unigram_nats(shards: ShardSet) -> NDArray[np.float64]:
 
 
 def score_text(engine: Engine, windows: EvalWindows, unigram: NDArray[np.float64], heads: int) -> TextScore:
-    """Every head over the whole of a split, once.
+    """Scores every prediction head on a whole split.
 
     Args:
         engine: the model.
         windows: the split.
-        unigram: of unigram_nats.
-        heads: the model's prediction heads; head k predicts the token k + 1 ahead, where that lies in window and document.
+        unigram: from unigram_nats.
+        heads: number of prediction heads. Head k predicts the token k + 1 ahead, if it is in the same window and document.
     """
     sums = np.zeros((4, heads))  # weight, nll, correct, unigram
     for index in range(len(windows)):
@@ -85,7 +85,7 @@ def score_text(engine: Engine, windows: EvalWindows, unigram: NDArray[np.float64
         found = engine.evaluate(batch)
         for k in range(heads):
             weight = found.weight[k].astype(np.float64)
-            ahead = np.roll(batch.targets, -k, axis=1)  # what wraps around has weight 0
+            ahead = np.roll(batch.targets, -k, axis=1)  # wrapped targets have weight 0
             sums[:, k] += [
                 np.sum(weight * of) for of in (1.0, found.nll[k], found.correct[k], unigram[ahead])
             ]
@@ -96,7 +96,7 @@ def score_text(engine: Engine, windows: EvalWindows, unigram: NDArray[np.float64
 
 
 def score_answers(engine: Engine, batches: Iterable[Batch], end_id: int) -> AnswerScore:
-    """The held-out answers of packed conversations; end_id is the id that ends a turn."""
+    """Scores the answers of packed conversations; end_id is the id of the end-of-turn token."""
     content, end = np.zeros(2), np.zeros(2)  # weight, nll
     for batch in batches:
         nll, is_end = engine.score(batch), batch.targets == end_id
@@ -109,12 +109,12 @@ def score_answers(engine: Engine, batches: Iterable[Batch], end_id: int) -> Answ
 
 @dataclass(frozen=True)
 class HeldOutAnswers:
-    """The same answers behind their own questions and behind others'.
+    """The same answers after their own questions and after shuffled ones.
 
     Args:
-        true:     answers behind their own questions; None where no conversation fits the context.
-        shuffled: the same answers behind others' questions; None where there are none to exchange.
-        missing:  the reason for each figure that cannot be had, by its name in metrics.json.
+        true:     answers after their own questions; None if no conversation fits the context.
+        shuffled: the same answers after questions of other conversations; None if questions cannot be exchanged.
+        missing:  the reason for each metric that cannot be computed, by its name in metrics.json.
     """
 
     true: Rendered | None
@@ -123,7 +123,7 @@ class HeldOutAnswers:
 
     @property
     def count(self) -> int:
-        """Conversations that take part."""
+        """Number of conversations that are scored."""
         return 0 if self.true is None else len(self.true)
 
 
@@ -134,10 +134,10 @@ SHUFFLED_FIGURE = "answer_loss_shuffled"
 def held_out_answers(
     conversations: Iterable[Messages], tokenizer: Tokenizer, *, context: int, seed: int
 ) -> HeldOutAnswers:
-    """Renders the held-out answers behind their own questions and behind others'.
+    """Renders the held-out answers after their own questions and after shuffled ones.
 
-    Where two questions can be exchanged, only conversations that fit the context both ways take part. So both hold the same
-    answers. A figure that cannot be had is named in `missing` and is no error.
+    If questions can be exchanged, only conversations that fit the context both ways are scored. So both contain the same answers.
+    A metric that cannot be computed is named in `missing`; it is not an error.
     """
     own = [one for one in conversations if {"user", "assistant"} <= {message["role"] for message in one}]
     fits_own = _lengths(own, tokenizer) <= context
@@ -158,7 +158,7 @@ def held_out_answers(
 
 
 def _lengths(conversations: Sequence[Messages], tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Tokens of each conversation, (n,)."""
+    """Number of tokens of each conversation, (n,)."""
     if not conversations:
         return np.empty(0, np.int64)
     return render_all(conversations, tokenizer, context=1 << 62, overflow="drop").lengths
@@ -167,13 +167,13 @@ def _lengths(conversations: Sequence[Messages], tokenizer: Tokenizer) -> NDArray
 def _chosen(
     conversations: Sequence[Messages], chosen: NDArray[np.bool_], tokenizer: Tokenizer, context: int
 ) -> Rendered:
-    """The chosen conversations, rendered; every one fits the context."""
-    taking_part = [one for one, takes_part in zip(conversations, chosen, strict=True) if takes_part]
-    return render_all(taking_part, tokenizer, context=context, overflow="drop")
+    """Renders the chosen conversations; each of them fits the context."""
+    kept = [one for one, is_chosen in zip(conversations, chosen, strict=True) if is_chosen]
+    return render_all(kept, tokenizer, context=context, overflow="drop")
 
 
 def eval_batches(rendered: Rendered, *, micro_batch: int, context: int, pad_id: int) -> Iterable[Batch]:
-    """Packed conversations, each once."""
+    """Batches of packed conversations, each conversation once."""
     windows = EvalConversations(rendered, micro_batch=micro_batch, context=context, pad_id=pad_id)
     return (windows.batch(index) for index in range(len(windows)))
 
@@ -181,20 +181,19 @@ def eval_batches(rendered: Rendered, *, micro_batch: int, context: int, pad_id: 
 def write_replies(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int, end_id: int
 ) -> list[Reply]:
-    """An answer to each prompt. One ends by itself if its end of turn comes within max_tokens and within the context."""
+    """An answer to each prompt. It ends by itself if its end-of-turn token comes within max_tokens and within the context."""
     if not prompts:
         return []
     context = engine.config.context
-    most = min(
-        max_tokens, context - min(map(len, prompts)) + 1
-    )  # what is drawn from a context cut anew never counts
-    answers = generate_batch(engine, prompts, sampling, max_tokens=most, stop=[end_id])
+    # Beyond a full context generation continues from half of it; such tokens never count.
+    limit = min(max_tokens, context - min(map(len, prompts)) + 1)
+    answers = generate_batch(engine, prompts, sampling, max_tokens=limit, stop=[end_id])
     return [
-        Reply(ids, len(ids) < most and len(prompt) + len(ids) <= context)
+        Reply(ids, len(ids) < limit and len(prompt) + len(ids) <= context)
         for prompt, ids in zip(prompts, answers, strict=True)
     ]
 
 
 def question_of(messages: Messages) -> list[Mapping[str, str]]:
-    """What a conversation holds before its first answer."""
+    """The messages before the first answer."""
     return list(takewhile(lambda message: message["role"] != "assistant", messages))

@@ -1,11 +1,11 @@
 """params.yaml and command-line overrides -> frozen, validated dataclasses.
 
-One dataclass a section, one field a key; conf/ explains every key. A key that is unknown, missing, of the wrong type or
-out of range is one ValueError that names it. Overrides are written as `dvc exp run -S` takes them:
+One dataclass per section, one field per key; conf/ explains every key. An unknown, missing, ill-typed or out-of-range key is a
+ValueError that names it. Overrides have the form of `dvc exp run -S`:
 
-    pretrain.lr=1e-3            a value: edits what params.yaml holds
-    model=gpt2_124m             a file of a group: composes conf/ anew, exactly as DVC does, and says what differs
-    +experiment=smoke           a named run: likewise
+    pretrain.lr=1e-3            a value: changes the value in params.yaml
+    model=gpt2_124m             a file of a group: composes conf/ again, exactly as DVC does, and prints what differs
+    +experiment=smoke           a named run: as for a group
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,18 @@ from typing import Any, Literal
 
 from kernels.config import Mlp, ModelConfig, Norm, Numerics, Position
 from stages.overrides import apply_overrides
-from stages.schema import build, check
+from stages.schema import build, require
 from stages.sources.corpus import NOTHING, Conversations, Corpus, check_watched
 from stages.special_tokens import NEEDED
+from stages.trained_stages import TRAINED_STAGES
 from stages.training_settings import Pretrain, Sft
 
-BYTES = 256  # the part of every vocabulary that is not learned
+BYTES = 256  # the ids of every vocabulary that are not learned
 
 
 @dataclass(frozen=True)
 class TrainBpe:
-    """conf/train_bpe: how the vocabulary is made."""
+    """conf/train_bpe: the vocabulary."""
 
     vocab_size: int
     sample_bytes: int
@@ -34,37 +35,38 @@ class TrainBpe:
     pretrained: Path | None
 
     def __post_init__(self) -> None:
-        least = BYTES + len(self.special_tokens)
-        expected = f"{least} (bytes and special tokens) to 65536 (shards hold uint16)"
-        check(least <= self.vocab_size <= 65536, "train_bpe.vocab_size", expected, self.vocab_size)
-        check(self.sample_bytes >= 1, "train_bpe.sample_bytes", "at least 1", self.sample_bytes)
+        min_size = BYTES + len(self.special_tokens)
+        expected = f"{min_size} (bytes and special tokens) to 65536 (shards hold uint16)"
+        require(min_size <= self.vocab_size <= 65536, "train_bpe.vocab_size", expected, self.vocab_size)
+        require(self.sample_bytes >= 1, "train_bpe.sample_bytes", "at least 1", self.sample_bytes)
         distinct = len(set(self.special_tokens)) == len(self.special_tokens) and "" not in self.special_tokens
-        check(distinct, "train_bpe.special_tokens", "distinct texts, none empty", list(self.special_tokens))
+        require(
+            distinct,
+            "train_bpe.special_tokens",
+            "distinct texts that are not empty",
+            list(self.special_tokens),
+        )
         missing = [token for token in NEEDED if token not in self.special_tokens]
-        needed = f"also {', '.join(missing)} (documents and the chat template need them)"
-        check(not missing, "train_bpe.special_tokens", needed, list(self.special_tokens))
+        needed = f"also {', '.join(missing)} (used by documents and the chat template)"
+        require(not missing, "train_bpe.special_tokens", needed, list(self.special_tokens))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """conf/shard: how the token files are cut."""
+    """conf/shard: the size of the token files."""
 
     tokens_per_shard: int
     pretokenized: Path | None
 
     def __post_init__(self) -> None:
-        most = 2**31 - 1 - 2**20  # counts are int32, and a short end makes the last shard that much longer
-        check(
-            1000 <= self.tokens_per_shard <= most,
-            "shard.tokens_per_shard",
-            f"1000 to {most}",
-            self.tokens_per_shard,
-        )
+        max_tokens = 2**31 - 1 - 2**20  # counts are int32; the last shard may be up to 2^20 tokens longer
+        ok = 1000 <= self.tokens_per_shard <= max_tokens
+        require(ok, "shard.tokens_per_shard", f"1000 to {max_tokens}", self.tokens_per_shard)
 
 
 @dataclass(frozen=True)
 class Model:
-    """conf/model: all of kernels.config.ModelConfig but the vocabulary, which train_bpe's tokenizer brings."""
+    """conf/model: the keys of kernels.config.ModelConfig without the vocabulary size, which the tokenizer gives."""
 
     layers: int
     heads: int
@@ -82,10 +84,10 @@ class Model:
     norm_eps: float
 
     def __post_init__(self) -> None:
-        self.config(vocab_size=BYTES)  # ModelConfig validates; the vocabulary does not matter for that
+        self.config(vocab_size=BYTES)  # ModelConfig validates; any vocabulary size will do
 
     def config(self, vocab_size: int) -> ModelConfig:
-        """The model for a tokenizer of vocab_size ids."""
+        """The model for a tokenizer with vocab_size ids."""
         return ModelConfig(
             vocab_size=vocab_size, **{field.name: getattr(self, field.name) for field in fields(self)}
         )
@@ -93,7 +95,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Eval:
-    """conf/eval: what is measured and what is sampled."""
+    """conf/eval: prompts and sampling of the report."""
 
     prompts: tuple[str, ...]
     chat_prompts: tuple[str, ...]
@@ -105,20 +107,19 @@ class Eval:
     micro_batch: int
 
     def __post_init__(self) -> None:
-        check(self.max_tokens >= 1, "eval.max_tokens", "at least 1", self.max_tokens)
-        fits = (
-            self.temperature == 0 or self.temperature >= 1e-6
-        )  # kernels.generation.LEAST_TEMPERATURE, too slow to import
-        check(fits, "eval.temperature", "0 (greedy) or at least 1e-6", self.temperature)
-        check(self.top_k >= 0, "eval.top_k", "at least 0 (0 is off)", self.top_k)
-        check(0 < self.top_p <= 1, "eval.top_p", "above 0 and at most 1 (1 is off)", self.top_p)
-        check(self.seed >= 0, "eval.seed", "at least 0", self.seed)
-        check(self.micro_batch >= 1, "eval.micro_batch", "at least 1", self.micro_batch)
+        require(self.max_tokens >= 1, "eval.max_tokens", "at least 1", self.max_tokens)
+        # 1e-6: the limit of kernels.generation, whose import takes too long here. A test compares them.
+        ok = self.temperature == 0 or self.temperature >= 1e-6
+        require(ok, "eval.temperature", "0 (greedy) or at least 1e-6", self.temperature)
+        require(self.top_k >= 0, "eval.top_k", "at least 0 (0 is off)", self.top_k)
+        require(0 < self.top_p <= 1, "eval.top_p", "above 0 and at most 1 (1 is off)", self.top_p)
+        require(self.seed >= 0, "eval.seed", "at least 0", self.seed)
+        require(self.micro_batch >= 1, "eval.micro_batch", "at least 1", self.micro_batch)
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """conf/runtime: what cannot change a result; no stage tracks it."""
+    """conf/runtime: where a run happens. DVC does not track it."""
 
     device: Literal["auto", "cpu", "cuda"]
     threads: int
@@ -126,12 +127,12 @@ class Runtime:
     plan: bool
 
     def __post_init__(self) -> None:
-        check(self.threads >= 0, "runtime.threads", "at least 0 (0 is all cores)", self.threads)
+        require(self.threads >= 0, "runtime.threads", "at least 0 (0 is all cores)", self.threads)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All of params.yaml, one field a section."""
+    """All of params.yaml, one field per section."""
 
     corpus: Corpus
     conversations: Conversations
@@ -146,26 +147,26 @@ class Settings:
 
 
 def load(argv: Sequence[str]) -> Settings:
-    """The settings of this run: params.yaml of the current folder, and overrides.
+    """The settings of this run: params.yaml of the current folder with overrides.
 
     Args:
-        argv: overrides in Hydra's grammar, as `dvc exp run -S` takes them.
+        argv: overrides in Hydra's grammar, as for `dvc exp run -S`.
 
     Raises:
-        ValueError: a key, value or override is wrong, or the current folder is not the repository's root; one line.
+        ValueError: a key, value or override is wrong, or the current folder is not the root of the repository.
     """
     root = Path.cwd()
     if not (root / "params.yaml").is_file() or not (root / "dvc.yaml").is_file():
-        raise ValueError(f"{root} has no dvc.yaml and params.yaml: run from the repository's root")
+        raise ValueError(f"{root} has no dvc.yaml and params.yaml; run from the repository's root")
     return validate(apply_overrides(root, argv))
 
 
 def validate(values: Mapping[str, Any]) -> Settings:
-    """Plain values -> Settings, with the MTP weights of heads that the model lacks cut off.
+    """Plain values -> Settings. MTP loss weights beyond the heads of the model are removed.
 
     Raises:
-        ValueError: the first key that is wrong, too few MTP weights, a local file that DVC does not watch, or ready-made
-            shards without their tokenizer.
+        ValueError: a key is wrong, there are too few MTP loss weights, DVC does not watch a local file, or ready-made shards
+            come without their tokenizer.
     """
     settings = build(Settings, values, "")
     for name, sources, local_path in (
@@ -173,17 +174,13 @@ def validate(values: Mapping[str, Any]) -> Settings:
         ("conversations", settings.conversations.sources, settings.conversations.local_path),
     ):
         check_watched(name, sources, local_path)
-    check(
-        settings.shard.pretokenized is None or settings.train_bpe.pretrained is not None,
-        "train_bpe.pretrained",
-        "shard.pretokenized's tokenizer",
-        NOTHING,
-    )
+    ok = settings.shard.pretokenized is None or settings.train_bpe.pretrained is not None
+    require(ok, "train_bpe.pretrained", "the tokenizer of shard.pretokenized", NOTHING)
     heads = settings.model.mtp_heads
-    for section in (settings.pretrain, settings.sft):
-        weights, name = section.mtp_loss_weights, f"{type(section).__name__.lower()}.mtp_loss_weights"
-        check(len(weights) >= heads, name, f"a weight for each of model.mtp_heads = {heads}", list(weights))
-        settings = replace(
-            settings, **{type(section).__name__.lower(): replace(section, mtp_loss_weights=weights[:heads])}
-        )
-    return settings
+    trained: dict[str, Any] = {}
+    for stage in TRAINED_STAGES:
+        section = getattr(settings, stage.name)
+        weights, key = section.mtp_loss_weights, f"{stage.name}.mtp_loss_weights"
+        require(len(weights) >= heads, key, f"a weight for each of model.mtp_heads = {heads}", list(weights))
+        trained[stage.name] = replace(section, mtp_loss_weights=weights[:heads])
+    return replace(settings, **trained)

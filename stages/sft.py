@@ -1,18 +1,15 @@
-"""The stage sft: the pretrained model becomes a chat model by training on conversations.
+"""The stage sft: trains the base model on conversations, which makes it a chat model.
 
-The loop is pretraining's; only the start and the batches are others: the base checkpoint's weights with fresh moments, and
-conversations packed into rows, of which the assistant's tokens and its end of turn count. `python -m stages.sft [overrides]`;
-with runtime.plan=true it only prints the memory plan.
+The loop is the one of pretraining. It starts from the weights of the base checkpoint with fresh moments. Its sequences are
+packed conversations. Only the tokens of the assistant, including the end of turn, count in the loss.
+`python -m stages.sft [overrides]`; with runtime.plan=true it only prints the memory plan.
 """
 
 import math
 from itertools import takewhile
 from pathlib import Path
 
-from kernels.devices import open_ops
-from kernels.engine import Engine
 from kernels.generation import Sampling, generate
-from kernels.memory import plan, report
 from stages.chat_template import read_conversations, render_all, render_prompt, special_id
 from stages.checkpoint import load
 from stages.interrupt import Interrupt
@@ -21,8 +18,9 @@ from stages.program import stage_main
 from stages.settings import Settings
 from stages.special_tokens import END, PAD
 from stages.tokenizer import Tokenizer
-from stages.training import Outs, Task, Validation, announce, run_stage
-from stages.updates import held_out_nats
+from stages.training import Outs, Task, ValidationResult
+from stages.training_stage import build_engine, run_stage
+from stages.updates import held_out_nats, train_step
 
 SAMPLE_TOKENS = 64
 
@@ -30,7 +28,7 @@ SAMPLE_TOKENS = 64
 def run(
     settings: Settings,
     *,
-    tokenizer: Path = Path("data/train_bpe/tokenizer.json"),
+    tokenizer_path: Path = Path("data/train_bpe/tokenizer.json"),
     base: Path = Path("data/pretrain/checkpoint"),
     train: Path = Path("data/download/conversations.train.jsonl.zst"),
     val: Path = Path("data/download/conversations.val.jsonl.zst"),
@@ -42,73 +40,69 @@ def run(
     """Trains the base model on the conversations.
 
     Args:
-        settings: sft, numerics and runtime are used; the model is the checkpoint's.
-        tokenizer, base, train, val: what it reads.
-        checkpoint, samples, curves, speed: what it writes.
+        settings: uses sft, numerics and runtime; the model is the one in the base checkpoint.
+        tokenizer_path, base, train, val: inputs.
+        checkpoint, samples, curves, speed: outputs.
 
     Raises:
-        ValueError: base model and tokenizer or weights of heads don't belong together, no conversation fits, or training failed.
+        ValueError: the base model belongs to another tokenizer or has another number of heads, no conversation fits, or
+            training failed.
         SystemExit: Ctrl-C, after the state was saved.
     """
-    words, training = Tokenizer.load(tokenizer), settings.sft
-    start = load(base, words.sha256)
+    tokenizer, training = Tokenizer.load(tokenizer_path), settings.sft
+    start = load(base, tokenizer.sha256)
     config = start.config
     if (given := len(training.mtp_loss_weights)) != config.mtp_heads:
-        raise ValueError(f"sft.mtp_loss_weights: expected a weight for each of the {config.mtp_heads} heads of {base}, "
-                         f"got {given}: set model.mtp_heads={config.mtp_heads}, or pretrain such a model first")  # fmt: skip
-    if settings.runtime.plan:
-        ops = open_ops(settings.runtime.device, settings.numerics, threads=settings.runtime.threads)
-        print(
-            report(
-                plan(
-                    config, settings.numerics, training.micro_batch, ops, optimizer=training.make_optimizer()
-                )
-            )
-        )
+        raise ValueError(f"sft.mtp_loss_weights: expected one weight for each of the {config.mtp_heads} MTP heads of {base}, "
+                         f"got {given}; set model.mtp_heads={config.mtp_heads}, or pretrain such a model first")  # fmt: skip
+    engine = build_engine(settings, training, config)
+    if engine is None:
         return
-    engine = Engine(config, settings.numerics, micro_batch=training.micro_batch, device=settings.runtime.device,
-                    threads=settings.runtime.threads, seed=training.seed, optimizer=training.make_optimizer())  # fmt: skip
-    announce("sft", engine, config)
     engine.load(start.weights)
     packing = {
         "micro_batch": training.micro_batch,
         "context": config.context,
-        "pad_id": special_id(words, PAD),
+        "pad_id": special_id(tokenizer, PAD),
     }
-    learnt, held_out = (render_all(read_conversations(path), words, context=config.context, overflow=training.overflow)
-                        for path in (train, val))  # fmt: skip
-    print(f"training: {learnt.describe()}\nvalidation: {held_out.describe()}", flush=True)
-    batches, windows = (
-        SftBatches(learnt, seed=training.seed, **packing),
-        EvalConversations(held_out, **packing),
+    trained_on, held_out = (
+        render_all(read_conversations(path), tokenizer, context=config.context, overflow=training.overflow)
+        for path in (train, val)
     )
-    answer_bytes = int(words.token_lengths[held_out.ids[held_out.supervised]].sum())
-    beginnings = (
-        list(takewhile(lambda message: message["role"] != "assistant", one))
-        for one in read_conversations(val)
-    )
-    question = next(filter(None, beginnings), [{"role": "user", "content": "Hello."}])
-    prompt = render_prompt(question, words)[-(config.context // 2) :]  # leaves room for an answer
+    print(f"training: {trained_on.describe()}\nvalidation: {held_out.describe()}", flush=True)
+    batches = SftBatches(trained_on, seed=training.seed, **packing)
+    windows = EvalConversations(held_out, **packing)
+    answer_bytes = int(tokenizer.token_lengths[held_out.ids[held_out.supervised]].sum())
+    question = _first_question(val)
+    prompt = render_prompt(question, tokenizer)[-(config.context // 2) :]  # leaves room for an answer
 
-    def validate(interrupt: Interrupt) -> Validation:
+    def validate(interrupt: Interrupt) -> ValidationResult:
         nats, targets = held_out_nats(
             engine, interrupt.checked(windows.batch(index) for index in range(len(windows)))
         )
-        return Validation(nats / targets, nats / math.log(2) / answer_bytes)
+        return ValidationResult(nats / targets, nats / math.log(2) / answer_bytes)
 
     def sample(seed: int, interrupt: Interrupt) -> str:
         sampling = Sampling(temperature=0.8, top_k=50, seed=seed)
         answer = generate(
-            engine, prompt.tolist(), sampling, max_tokens=SAMPLE_TOKENS, stop=[special_id(words, END)]
+            engine, prompt.tolist(), sampling, max_tokens=SAMPLE_TOKENS, stop=[special_id(tokenizer, END)]
         )
-        return f"{question[-1]['content']} -> {words.decode(interrupt.checked(answer))}"
+        return f"{question[-1]['content']} -> {tokenizer.decode(interrupt.checked(answer))}"
 
-    run_stage("sft", settings, training, engine, config, words.sha256, Task(batches, validate, sample),
-              deps=[tokenizer, base, train, val], outs=Outs(checkpoint, samples, curves, speed))  # fmt: skip
+    run_stage(settings, training, engine, tokenizer.sha256, Task(batches, train_step, validate, sample),
+              deps=[tokenizer_path, base, train, val], outs=Outs(checkpoint, samples, curves, speed))  # fmt: skip
+
+
+def _first_question(path: Path) -> list[dict[str, str]]:
+    """The messages before the first answer of the first conversation that has any; a greeting if none has."""
+    beginnings = (
+        list(takewhile(lambda message: message["role"] != "assistant", messages))
+        for messages in read_conversations(path)
+    )
+    return next(filter(None, beginnings), [{"role": "user", "content": "Hello."}])
 
 
 def main() -> None:
-    """Runs the stage on params.yaml and the command line's overrides."""
+    """Runs the stage with params.yaml and the overrides of the command line."""
     stage_main("sft", run)
 
 

@@ -1,13 +1,13 @@
-"""The special tokens that the pipeline needs: what begins a document, and what a conversation is made of."""
+"""The special tokens of documents and of the chat template."""
 
-SEPARATOR = "<|endoftext|>"  # begins each document
-PAD = "<|pad|>"  # fills rows of conversations
-END = "<|end|>"  # ends each message
+SEPARATOR = "<|endoftext|>"  # before every document
+PAD = "<|pad|>"  # fills the end of a sequence of conversations
+END = "<|end|>"  # after every message
 ROLES = ("system", "user", "assistant")
 
 
 def opener(role: str) -> str:
-    """The token that begins a message of a role."""
+    """The token before a message of this role."""
     return f"<|{role}|>"
 
 

@@ -1,19 +1,20 @@
-"""The sections pretrain and sft of params.yaml; conf/pretrain and conf/sft explain every key."""
+"""The sections of params.yaml that train a model; conf/ explains every key. One dataclass per training stage."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from kernels.optimizers import OPTIMIZERS, AdamW
-from stages.schema import check
+from stages.schema import require
 from stages.sources.corpus import NOTHING
+from stages.trained_stages import TRAINED_STAGES
 
-MOST = 2**31 - 1  # of a count, so that step numbers and products of two counts fit into 64 bits
+MAX_COUNT = 2**31 - 1  # so that step numbers and products of two counts fit into 64 bits
 
 
 @dataclass(frozen=True)
 class Training:
-    """What pretrain and sft have in common: the length of the run, its optimizer and how often it reports."""
+    """The keys that every training stage has: length of the run, optimizer, reporting intervals."""
 
     seed: int
     steps: int
@@ -36,55 +37,53 @@ class Training:
     checkpoint_every: int
 
     def __post_init__(self) -> None:
-        section = type(self).__name__.lower()
-
-        def require(name: str, ok: bool, expected: str) -> None:
-            check(ok, f"{section}.{name}", expected, getattr(self, name))
-
-        require("seed", 0 <= self.seed < 2**63, "at least 0 and below 2**63")
-        for name in (
+        section = self.section()
+        counts = (
             "steps",
             "micro_batch",
             "grad_accum_steps",
             "val_every",
             "sample_every",
             "checkpoint_every",
-        ):
-            require(name, 1 <= getattr(self, name) <= MOST, f"at least 1 and at most {MOST}")
-        require("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
-        require("lr", self.lr > 0, "a number above 0")
-        require("min_lr", 0 <= self.min_lr <= self.lr, f"0 to {section}.lr = {self.lr}")
-        require(
-            "warmup_steps",
-            0 <= self.warmup_steps <= self.steps,
-            f"0 to {section}.steps = {self.steps} (set both)",
         )
+
+        def require_key(name: str, ok: bool, expected: str) -> None:
+            require(ok, f"{section}.{name}", expected, getattr(self, name))
+
+        require_key("seed", 0 <= self.seed < 2**63, "at least 0 and below 2**63")
+        for name in counts:
+            ok = 1 <= getattr(self, name) <= MAX_COUNT
+            require_key(name, ok, f"at least 1 and at most {MAX_COUNT}")
+        require_key("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
+        require_key("lr", self.lr > 0, "a number above 0")
+        require_key("min_lr", 0 <= self.min_lr <= self.lr, f"0 to {section}.lr = {self.lr}")
+        ok = 0 <= self.warmup_steps <= self.steps
+        require_key("warmup_steps", ok, f"0 to {section}.steps = {self.steps} (set both)")
         if self.schedule == "cosine":
-            require(
-                "cooldown_steps",
-                self.cooldown_steps == 0,
-                f"0 with {section}.schedule=cosine (only wsd cools down)",
-            )
-        most = self.steps - self.warmup_steps
-        require("cooldown_steps", 0 <= self.cooldown_steps <= most, f"0 to steps - warmup_steps = {most}")
+            ok = self.cooldown_steps == 0
+            require_key("cooldown_steps", ok, f"0 with {section}.schedule=cosine (only wsd has a cool-down)")
+        max_cooldown = self.steps - self.warmup_steps
+        ok = 0 <= self.cooldown_steps <= max_cooldown
+        require_key("cooldown_steps", ok, f"0 to steps - warmup_steps = {max_cooldown}")
         for name in ("beta1", "beta2"):
-            require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+            require_key(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         for name in ("weight_decay", "grad_clip"):
-            require(name, getattr(self, name) >= 0, "at least 0")
-        require("eps", self.eps > 0, "a number above 0")
-        require(
-            "mtp_loss_weights", all(weight >= 0 for weight in self.mtp_loss_weights), "weights of at least 0"
-        )
-        require(
-            "mtp_loss_weights",
-            bool(self.mtp_loss_weights) and self.mtp_loss_weights[0] > 0,
-            "a first weight (next token) above 0",
-        )
+            require_key(name, getattr(self, name) >= 0, "at least 0")
+        require_key("eps", self.eps > 0, "a number above 0")
+        weights = self.mtp_loss_weights
+        require_key("mtp_loss_weights", all(weight >= 0 for weight in weights), "weights of at least 0")
+        ok = bool(weights) and weights[0] > 0
+        require_key("mtp_loss_weights", ok, "a first weight (next token) above 0")
 
     def make_optimizer(self) -> AdamW:
         """The optimizer with its constants."""
         kind = OPTIMIZERS[self.optimizer]
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
+
+    @classmethod
+    def section(cls) -> str:
+        """The name of the section in params.yaml: the class name in lower case."""
+        return cls.__name__.lower()
 
 
 @dataclass(frozen=True)
@@ -96,21 +95,19 @@ class Pretrain(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(
-            bool(self.init_from), "pretrain.init_from", f"a checkpoint's folder, or {NOTHING}", self.init_from
-        )
+        expected = f"the folder of a checkpoint, or {NOTHING} for random weights"
+        require(bool(self.init_from), "pretrain.init_from", expected, self.init_from)
         path = Path(self.init_from).resolve()
-        if not {Path("data", stage).resolve() for stage in ("pretrain", "sft")}.isdisjoint(
-            [path, *path.parents]
-        ):
+        written = {Path("data", stage.name).resolve() for stage in TRAINED_STAGES}
+        if not written.isdisjoint([path, *path.parents]):
             raise ValueError(
-                f"pretrain.init_from: {self.init_from} is made anew by this pipeline, and DVC deletes it before: keep a copy "
-                f"(mkdir -p models && cp -rL {self.init_from} models/first) and set pretrain.init_from=models/first"
+                f"pretrain.init_from: {self.init_from} is an output of this pipeline, and DVC deletes it before the run. "
+                f"Copy it (mkdir -p models && cp -rL {self.init_from} models/first) and set pretrain.init_from=models/first"
             )
 
     @property
     def initial(self) -> Path | None:
-        """The folder of the checkpoint whose weights training starts with; None: random weights."""
+        """Folder of the checkpoint with the initial weights; None: random weights."""
         return None if self.init_from == NOTHING else Path(self.init_from)
 
 

@@ -1,10 +1,10 @@
-"""One update, its learning rate, and the loss of held-out text.
+"""One update, its learning rate, and the loss on held-out text.
 
-An update takes grad_accum_steps micro-batches, gradients added up, and one step of AdamW or Muon. Its loss is
+An update accumulates the gradients of grad_accum_steps micro-batches and applies AdamW or Muon once. Its loss is
 
     loss = sum_k mtp_loss_weights[k] * sum(weight_k * nll_k) / sum(weight_k)
 
-over the whole update, so accumulating over small micro-batches is the same as one large one, whatever part of each counts.
+with both inner sums over the whole update. So gradient accumulation equals one large batch, even with masked tokens.
 """
 
 import math
@@ -21,7 +21,7 @@ from stages.training_settings import Training
 
 @dataclass(frozen=True)
 class Outcome:
-    """One update: `loss` of head 0 and `total_loss` over all heads in nats, `grad_norm` before clipping."""
+    """The result of an update: `loss` of head 0 and `total_loss` of all heads in nats, `grad_norm` before clipping."""
 
     loss: float
     total_loss: float
@@ -31,38 +31,42 @@ class Outcome:
 def learning_rate(step: int, training: Training) -> float:
     """The learning rate of update `step`, counted from 0.
 
-    Warm-up rises linearly and is never 0: (step + 1) / warmup_steps. Then cosine falls along half a cosine towards min_lr,
-    which the step after the last would have; wsd stays, and falls linearly over the last cooldown_steps likewise.
+    Warm-up is linear and never 0: (step + 1) / warmup_steps. Then cosine falls along half a cosine; wsd stays constant and falls
+    linearly over the last cooldown_steps. Both would reach min_lr one step after the last.
     """
-    warm = min(1.0, (step + 1) / max(1, training.warmup_steps))
+    warmup = min(1.0, (step + 1) / max(1, training.warmup_steps))
     if training.schedule == "cosine":
-        gone = (step - training.warmup_steps) / max(1, training.steps - training.warmup_steps)
-        share = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, gone))))
+        progress = (step - training.warmup_steps) / max(1, training.steps - training.warmup_steps)
+        factor = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
     else:
-        share = min(1.0, (training.steps - step) / max(1, training.cooldown_steps))
-    return warm * (training.min_lr + (training.lr - training.min_lr) * share)
+        factor = min(1.0, (training.steps - step) / max(1, training.cooldown_steps))
+    return warmup * (training.min_lr + (training.lr - training.min_lr) * factor)
 
 
 def train_step(
     engine: Engine, batches: Sequence[Batch], mtp_loss_weights: Sequence[float], lr: float,
     meanwhile: Callable[[], None] = lambda: None, section: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Outcome:  # fmt: skip
-    """One update over these micro-batches; `meanwhile` is engine.update's.
+    """One update over these micro-batches.
 
-    Each micro-step runs in a `section`, which may be left: parameters and moments change in engine.update alone.
+    Args:
+        engine: the model.
+        batches: the micro-batches.
+        mtp_loss_weights: the weight of each prediction head in the loss.
+        lr: the learning rate.
+        meanwhile: called while a GPU still computes the update.
+        section: each micro-step runs in one. An interrupt may end a section: only engine.update changes parameters and moments.
 
     Raises:
-        ValueError: no target of head 0 counts in any of them.
+        ValueError: every target of head 0 has weight 0.
     """
     weights = np.asarray(mtp_loss_weights, np.float64)
     sums = np.sum([head_weight_sums(batch, len(weights)) for batch in batches], axis=0)
     if not sums[0] > 0:
         raise ValueError(
-            "an update without a single target that counts: every loss weight of its micro-batches is 0"
+            "no target in this update is supervised: every loss weight of its micro-batches is 0"
         )
-    per_weight = np.divide(
-        1.0, sums, out=np.zeros_like(sums), where=sums > 0
-    )  # 0: a head that has nothing to learn here
+    per_weight = np.divide(1.0, sums, out=np.zeros_like(sums), where=sums > 0)  # 0: a head without targets
     for batch in batches:
         with section():
             engine.micro_step(batch, weights * per_weight)
@@ -73,7 +77,7 @@ def train_step(
 
 
 def held_out_nats(engine: Engine, batches: Iterable[Batch]) -> tuple[float, float]:
-    """(sum of weight * nll, sum of weight) of head 0 over held-out batches, summed in float64."""
+    """(sum of weight * nll, sum of weight) of head 0 over held-out batches, in float64."""
     nats = targets = 0.0
     for batch in batches:
         nats += float(np.sum(engine.score(batch) * batch.loss_weight, dtype=np.float64))

@@ -1,19 +1,19 @@
-"""Kills the pipeline at random moments, again and again; in the end it must have made what it makes undisturbed.
+"""The crash test: kills the pipeline at random moments; in the end its files must equal those of an undisturbed run.
 
     python -m tests.chaos [--kills 100] [--seed 1]
 
-A copy of the repository with small texts and settings runs undisturbed first, twice: once with nothing compiled, once to measure
-how long each stage takes. Then `dvc repro` is started and killed, from the same folder, at a random moment of a chosen stage, and
-started anew, until a dozen kills are spent; then it runs to its end, and every file in data/ is compared. All that from an
-empty data/, as often as the number of kills takes. The ways to be killed:
+A copy of the repository with small texts and settings first runs undisturbed, twice: once with cold caches, once to measure the
+duration of each stage. Then `dvc repro` is started, killed at a random moment of a chosen stage, and started again, up to a dozen
+times. Then it runs to its end, and every file in data/ is compared. This repeats from an empty data/ until all kills are done.
+The kinds of kills:
 
-    stage   SIGKILL for the stage's process alone, as the system does where memory is short
-    dvc     SIGKILL for `dvc` alone; the stage goes on, and the next one of `dvc repro` has to wait for it
-    group   SIGKILL for dvc, the stage and what else they started, as when a machine is reset
+    stage   SIGKILL for the process of the stage only, as the system does when memory is short
+    dvc     SIGKILL for `dvc` only; the stage continues, and the stage of the next `dvc repro` must wait for it
+    group   SIGKILL for dvc, the stage and their children, as when a machine is reset
     ctrl-c  SIGINT for all of them
 
-Training repeats what came after its last checkpoint: counted are the steps that the killed process had finished or begun, minus
-the step that the next one goes on from. Exit code 1 where a file differs or more than one interval is repeated. POSIX only.
+Training repeats the steps after its last checkpoint. Counted are the steps that the killed process had finished or begun, minus
+the step at which the next process resumes. Exit code 1 if a file differs or more than one interval is repeated. POSIX only.
 """
 
 import argparse
@@ -36,28 +36,32 @@ from shutil import rmtree
 
 import psutil
 
+from stages.trained_stages import TRAINED_STAGES
 from tests.scratch import BIN, STAGES, Copy, heed_ctrl_c, make_copy
 
 INTERVAL = 5  # steps between two checkpoints
-SETTINGS = f"""
-train_bpe: {{vocab_size: 300}}
-model: {{layers: 3, heads: 3, kv_heads: 1, dim: 96, ffn: 192, context: 64, mtp_heads: 2}}
-pretrain: {{steps: 60, micro_batch: 32, warmup_steps: 2, val_every: 10, sample_every: 30, checkpoint_every: {INTERVAL}}}
-sft: {{steps: 60, micro_batch: 32, warmup_steps: 2, val_every: 10, sample_every: 30, checkpoint_every: {INTERVAL}}}
-eval: {{max_tokens: 8, micro_batch: 8}}
-"""
+SETTINGS = """
+train_bpe: {vocab_size: 300}
+model: {layers: 3, heads: 3, kv_heads: 1, dim: 96, ffn: 192, context: 64, mtp_heads: 2}
+eval: {max_tokens: 8, micro_batch: 8}
+""" + "".join(
+    f"{stage.name}: {{steps: 60, micro_batch: 32, warmup_steps: 2, val_every: 10, sample_every: 30, "
+    f"checkpoint_every: {INTERVAL}}}\n"
+    for stage in TRAINED_STAGES
+)
 WAYS = ("stage", "dvc", "group", "ctrl-c")
-TARGETS = (*STAGES, "pretrain", "pretrain", "sft", "sft")  # where there is most to lose, most kills
+TRAINED = [stage.name for stage in TRAINED_STAGES]
+TARGETS = (*STAGES, *TRAINED, *TRAINED)  # most kills hit training
 KILLS_A_RUN = 12
-LONGEST_S = 600  # of anything that is waited for; what takes longer hangs
+LONGEST_S = 600  # timeout of every wait
 
-# What DVC may say after a kill, and the file to delete then, as the README says.
+# Messages of DVC after a kill, and the file to delete then, as the README says.
 REPAIRS = {
     "Unable to read RWLock-file": ".dvc/tmp/rwlock",
     "is busy, it is being blocked by": ".dvc/tmp/rwlock",
     "dvc.lock' is invalid": "dvc.lock",
     "dvc.lock' validation failed": "dvc.lock",
-    # A stage that outlived its `dvc` wrote in the folder that DVC read or emptied. Nothing to delete: the next time goes well.
+    # A stage that outlived its `dvc` wrote to a folder that DVC read or emptied. Nothing to delete: the next run succeeds.
     "Directory not empty": "",
     "No such file or directory": "",
 }
@@ -73,8 +77,8 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Sitting:
-    """What one process trained: the step it went on from, and the one behind the last that it began."""
+class Session:
+    """The steps that one process trained: `begin` is where it resumed, `end` is the last step that it began."""
 
     begin: int
     end: int
@@ -116,7 +120,7 @@ class Pipeline:
         return [log.read_text(encoding="utf-8", errors="replace") for log in self.logs[:-1]]
 
     def stage(self) -> str | None:
-        """The stage that it has come to, None before the first that runs."""
+        """The stage that it runs; None before the first."""
         found = re.findall(r"^Running stage '(\w+)'", self.text(), re.MULTILINE)
         return found[-1] if found else None
 
@@ -129,7 +133,7 @@ class Pipeline:
         self.orphans.clear()
 
     def repair(self) -> None:
-        """After a `dvc repro` that failed unprovoked: does what the README says, once or fails."""
+        """After a `dvc repro` that failed by itself: follows the README, or fails."""
         text = self.text()
         known = [words for words in REPAIRS if words in text]
         assert known and self.repairs[known[0]] < 10, (
@@ -169,7 +173,7 @@ def stage_processes(dvc: "subprocess.Popen[bytes]") -> list[psutil.Process]:
 
 
 def strike(pipeline: Pipeline, dvc: "subprocess.Popen[bytes]", way: str) -> bool:
-    """Kills in this way and waits until dvc is gone; False where there is no stage to kill at the moment."""
+    """Kills in this way and waits until dvc is gone; False if no stage is running."""
     stages = stage_processes(dvc)
     if way == "stage":
         if not stages:
@@ -190,7 +194,7 @@ def strike(pipeline: Pipeline, dvc: "subprocess.Popen[bytes]", way: str) -> bool
 def disturb(
     pipeline: Pipeline, planned: Kill, lengths_s: dict[str, float], rng: random.Random
 ) -> Kill | None:
-    """Runs `dvc repro` and kills it while the planned stage or, where that is done, a later one runs.
+    """Runs `dvc repro` and kills it while the planned stage runs, or a later one if the planned one is done.
 
     Returns:
         What was killed; None where the pipeline came to its end first.
@@ -199,7 +203,7 @@ def disturb(
     while dvc.poll() is None:
         stage = pipeline.stage()
         if stage and moment == float("inf") and STAGES.index(stage) >= STAGES.index(planned.stage):
-            # What goes on from a checkpoint ends sooner; a later moment would mostly fall into the stage after it.
+            # A resumed stage ends sooner; a later moment would mostly fall into the next stage.
             resumed = any(f"Running stage '{stage}'" in earlier for earlier in pipeline.earlier())
             moment = time.monotonic() + rng.uniform(0, lengths_s[stage] * (0.5 if resumed else 1))
         if time.monotonic() >= moment and strike(pipeline, dvc, planned.way):
@@ -217,7 +221,7 @@ def is_training(text: str) -> bool:
     return bool(steps) and steps[-1][0] != steps[-1][1]
 
 
-def sittings(logs: Sequence[str], stage: str) -> list[Sitting]:
+def sessions(logs: Sequence[str], stage: str) -> list[Session]:
     """What each process of a stage trained, in the order in which they did."""
     found = []
     for text in logs:
@@ -233,15 +237,13 @@ def sittings(logs: Sequence[str], stage: str) -> list[Sitting]:
             or f"{stage}: done" in part
             or (steps and steps[-1][0] == steps[-1][1])
         )
-        found.append(
-            Sitting(begin, last if whole else last + 1)
-        )  # of a killed one, a step more was under way
-    return sorted(found, key=lambda sitting: (sitting.begin, sitting.end))
+        found.append(Session(begin, last if whole else last + 1))  # a killed process had begun one more step
+    return sorted(found, key=lambda session: (session.begin, session.end))
 
 
 def repeated(logs: Sequence[str]) -> list[int]:
     """The steps that were done twice, for each time training went on."""
-    each = [sittings(logs, stage) for stage in ("pretrain", "sft")]
+    each = [sessions(logs, stage) for stage in TRAINED]
     return [max(0, one.end - two.begin) for found in each for one, two in pairwise(found)]
 
 
@@ -339,7 +341,7 @@ def yes(holds: bool) -> str:
 
 
 def main() -> None:
-    """Runs it in a temporary folder, which stays where something failed."""
+    """Runs it in a temporary folder, which is kept after a failure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)

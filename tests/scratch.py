@@ -9,18 +9,22 @@ import sysconfig
 from pathlib import Path
 from shutil import copy
 
+from stages import trained_stages
+from stages.trained_stages import TRAINED_STAGES
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-STAGES = ["download", "train_bpe", "shard", "pretrain", "sft", "eval"]
-
-# Put at the end of conf/config.yaml, where it wins over the groups, as a default that overrides still win over.
+STAGES = list(trained_stages.STAGES)
+# Appended to conf/config.yaml: these values win over the groups, and overrides win over them.
 TINY = """
 train_bpe: {vocab_size: 300}
 model: {layers: 1, heads: 2, kv_heads: 1, dim: 16, ffn: 16, context: 32, mtp_heads: 2}
 pretrain: {steps: 4, micro_batch: 2, warmup_steps: 1, val_every: 2, sample_every: 4, checkpoint_every: 2}
-sft: {steps: 3, micro_batch: 2, warmup_steps: 1, val_every: 3, sample_every: 3, checkpoint_every: 3}
 eval: {max_tokens: 4, micro_batch: 4}
-"""
+""" + "".join(
+    f"{stage.name}: {{steps: 3, micro_batch: 2, warmup_steps: 1, val_every: 3, sample_every: 3, checkpoint_every: 3}}\n"
+    for stage in TRAINED_STAGES[1:]
+)
 
 
 class Copy:

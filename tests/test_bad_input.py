@@ -1,7 +1,7 @@
-"""What a user can do wrong or a disk can do to files: one line of the stage's own main() that says what, where and what to do.
+"""Faults of users and disks: the stage's main() prints one line that says what is wrong, where, and what to do.
 
-One small pipeline is run; for each fault a copy of it is spoilt in one place and the stage that meets the fault is started. What
-a message must hold stands in the table: the file, the key or the value, what was expected, what to do.
+A small pipeline runs once. For each fault a copy of it is damaged in one place, and the stage that meets the fault is started.
+The table holds the required parts of the message: file, key or value, what was expected, what to do.
 """
 
 import importlib
@@ -20,7 +20,8 @@ from stages import params
 from stages.overrides import compose
 from stages.text_files import RowWriter, atomic_file
 from stages.tokenizer import Tokenizer
-from tests.scratch import STAGES, write
+from stages.trained_stages import STAGES, TRAINED_STAGES
+from tests.scratch import write
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = [
@@ -31,7 +32,7 @@ SIZES = [
     "model.ffn=16",
     "model.context=32",
 ]
-LENGTHS = [f"{stage}.{key}" for stage in ("pretrain", "sft")
+LENGTHS = [f"{stage.name}.{key}" for stage in TRAINED_STAGES
            for key in ("steps=4", "micro_batch=2", "warmup_steps=1", "checkpoint_every=2")]  # fmt: skip
 TINY = ["corpus=local", "conversations=local", "train_bpe.vocab_size=300", *SIZES, *LENGTHS, "eval.max_tokens=4",
         "runtime.device=cpu", "runtime.threads=1"]  # fmt: skip
@@ -91,7 +92,7 @@ def gone(name: str) -> Spoil:
 
 
 def file_in_place_of(name: str) -> Spoil:
-    """A file where a folder should be: nothing can be written below it, not even by an administrator."""
+    """A file in place of a folder: nobody can write below it, not even root."""
 
     def spoil(root: Path) -> None:
         rmtree(root / name, ignore_errors=True)
@@ -169,12 +170,12 @@ FAULTS: dict[str, tuple[str, Spoil | None, list[str], str]] = {
     "one window": ("pretrain", None, ["model.context=1000"], "split val has .* tokens and needs 1001, .*smaller model.context"),
     # Checkpoints.
     "no weights": ("sft", gone(WEIGHTS), [], f"{WEIGHTS}: expected a file of a checkpoint, found none; run `make repro`"),
-    "cut weights": ("sft", cut(WEIGHTS), [], f"{WEIGHTS}: half written or edited: .*sha256 .*model.json; run `make repro`"),
-    "cut model.json": ("sft", cut(MODEL), [], f"{MODEL}: half written or edited .*; run `make repro`"),
-    "list for model.json": ("sft", text(MODEL, "[]"), [], f"{MODEL}: half written or edited .*; run `make repro`"),
-    "edited model.json": ("sft", model('"heads": 2', '"heads": 1'), [], f"{MODEL}: half written or edited .*; run `make repro`"),
-    "foreign checkpoint": ("sft", other_tokenizer, [], "checkpoint: trained with the tokenizer .*here is .*; use that or run"),
-    "foreign checkpoint, eval": ("eval", other_tokenizer, [], "checkpoint: trained with the tokenizer .*here is .*; use that"),
+    "cut weights": ("sft", cut(WEIGHTS), [], f"{WEIGHTS}: incomplete or edited: .*sha256 .*model.json; run `make repro`"),
+    "cut model.json": ("sft", cut(MODEL), [], f"{MODEL}: incomplete or edited .*; run `make repro`"),
+    "list for model.json": ("sft", text(MODEL, "[]"), [], f"{MODEL}: incomplete or edited .*; run `make repro`"),
+    "edited model.json": ("sft", model('"heads": 2', '"heads": 1'), [], f"{MODEL}: incomplete or edited .*; run `make repro`"),
+    "foreign checkpoint": ("sft", other_tokenizer, [], "checkpoint: trained with tokenizer .*the one given is .*, or run"),
+    "foreign checkpoint, eval": ("eval", other_tokenizer, [], "checkpoint: trained with tokenizer .*the one given is .*, or run"),
     # Training.
     "long conversations": (
         "sft", long_talk, [], "no conversation is left of 1: 1 are longer than model.context = 32.* or sft.overflow: truncate",
@@ -184,7 +185,7 @@ FAULTS: dict[str, tuple[str, Spoil | None, list[str], str]] = {
         "step [234]: loss .*, learning rate 1e.30, gradient norm .*, first bad tensor .*weight: not finite; "
         "last good checkpoint .*; try a lower lr or a longer warm-up",
     ),
-    # The disk. A file in the way stands for a folder that is read-only, which binds no administrator.
+    # The disk. A file in place of a folder simulates a read-only folder, which root could write to.
     "checkout": ("shard", file_in_place_of(".nanoeuler"), [], f".nanoeuler: {WRITTEN}"),
     "read-only, download": ("download", file_in_place_of("data/download"), [], f"data/download/manifest.json: {WRITTEN}"),
     "read-only, shard": ("shard", file_in_place_of("data/shard"), [], f"data/shard: {WRITTEN}"),
@@ -234,7 +235,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# Half a shard, state or model that is taken for whole; a good state that is lost with the new one.
+# An incomplete shard, state or model that is used; a good state that is lost together with the new one.
 @pytest.mark.parametrize(
     ("stage", "size", "trained", "message"),
     [

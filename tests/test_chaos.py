@@ -1,4 +1,4 @@
-"""A few kills of tests/chaos.py; `make chaos` does a hundred."""
+"""A few kills of tests/chaos.py; `make crash-test` does a hundred."""
 
 from pathlib import Path
 

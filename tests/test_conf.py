@@ -18,13 +18,13 @@ FILES = [(group, path.stem) for group in GROUPS for path in sorted((ROOT / "conf
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
 
-# `dvc repro` never looks at conf/: after an edit there it would go on with the old params.yaml and say nothing.
+# `dvc repro` does not read conf/: after an edit there it would silently use the old params.yaml.
 def test_params_yaml_is_the_composition() -> None:
     committed = [
         "git",
         "show",
         "HEAD:params.yaml",
-    ]  # not the file itself, which every `dvc exp run` writes anew
+    ]  # not the file itself, which every `dvc exp run` overwrites
     params = subprocess.run(
         committed, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True
     ).stdout

@@ -1,26 +1,32 @@
-"""The rules that keep the house in order, as far as a machine can check them."""
+"""The structure of the repository, as far as a machine can check it."""
 
 import ast
 import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
+
+from stages.resume import UNTRACKED as UNTRACKED_MODULES
+from stages.settings import Settings
+from stages.trained_stages import STAGES, TRAINED_STAGES
+from stages.training_settings import Training
 
 ROOT = Path(__file__).resolve().parent.parent
 DVC = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
 
-STAGES = ("download", "train_bpe", "shard", "pretrain", "sft", "eval")
 COMMANDS = ("chat", "export", "generate", "params")
 MODULES = (
     "batches",
     "chat_template",
     "checkpoint",
     "documents",
+    "eval_report",
+    "hf_format",
     "interrupt",
     "metrics",
     "overrides",
@@ -36,8 +42,11 @@ MODULES = (
     "shard_writer",
     "special_tokens",
     "text_files",
+    "trained_model",
+    "trained_stages",
     "training",
     "training_settings",
+    "training_stage",
     "updates",
 )
 ROOMS = ("sources", "tokenizer")  # folders of modules: where text comes from, and byte-level BPE
@@ -47,8 +56,8 @@ NOT_OPERATIONS = ("__init__", "exponential", "jit", "tile")
 ONE_FUNCTION = ("adamw", "fp8", "grad_norm", "muon", "sample")
 FORWARD_ONLY = ("decode_attention", "weighted_sum")
 
-# What dvc.yaml's deps leave out: settings hand on nothing but the values that `params` tracks, program starts a stage or not.
-UNTRACKED = ("stages/settings.py", "stages/training_settings.py", "stages/program.py")
+# Modules that the deps of dvc.yaml omit: they only pass on values that `params` tracks, or start a stage.
+UNTRACKED = tuple(f"stages/{module}.py" for module in UNTRACKED_MODULES)
 
 FILE_LINES, TEST_LINES, FUNCTION_LINES = 300, 520, 80
 LONG_FILES: dict[str, int] = {  # until each is shortened
@@ -57,11 +66,9 @@ LONG_FILES: dict[str, int] = {  # until each is shortened
         "kernels/cuda/matmul/cublaslt.py",
         "kernels/engine.py",
         "kernels/model.py",
-        "stages/export.py",
         "stages/sources/parquet_pages.py",
         "stages/text_files.py",
         "stages/tokenizer/file_format.py",
-        "stages/training.py",
     )
 }
 LONG_FUNCTIONS: dict[str, int] = {}
@@ -115,14 +122,14 @@ def closure(name: str) -> set[str]:
     return found
 
 
-# A stage, command or module that is in the wrong list or in none would escape the rules for its kind.
+# A stage, command or module in the wrong list, or in none, would escape the rules for its kind.
 def test_stages_folder_holds_the_three_lists() -> None:
     found = {Path(name).stem for name in tracked() if re.fullmatch(r"stages/[^/]+\.py", name)} - {"__init__"}
     assert found == {*STAGES, *COMMANDS, *MODULES}
     assert len(found) == len(STAGES) + len(COMMANDS) + len(MODULES)
 
 
-# A stage whose name differs between dvc.yaml, its module, its parameters, its data or its test is found by nobody.
+# A stage must have the same name in dvc.yaml, its module, its parameters, its data and its test.
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_name_a_stage(stage: str) -> None:
     assert tuple(DVC["stages"]) == STAGES
@@ -201,7 +208,7 @@ def test_deps_are_the_imports(stage: str) -> None:
     assert deps == sorted(deps)
 
 
-# A file of this machine that a stage reads behind DVC's back: an older text would come out of the run cache as up to date.
+# A local file that is not a dependency: the run cache would restore the result of an older text.
 # Each such key is a path in params.yaml, since DVC can't hash a null.
 def test_local_files_are_dependencies() -> None:
     paths = {
@@ -229,24 +236,28 @@ def test_data_flows_one_way() -> None:
         written |= new
     plotted = [path for plot in DVC["plots"] for path in next(iter(plot.values()))["y"]]
     for path in [*plotted, *(artifact["path"] for artifact in DVC["artifacts"].values())]:
-        untracked = re.fullmatch(
-            r"data/(pretrain|sft)/speed\.csv", path
-        )  # differs from run to run, so it is no out
+        untracked = path in {
+            f"data/{stage.name}/speed.csv" for stage in TRAINED_STAGES
+        }  # differs between runs
         assert untracked or any(path == out or path.startswith(f"{out}/") for out in written), path
 
 
-# An uncached entry of `outs` turns off the run cache of its whole stage: going back to earlier parameters would train anew.
+# An uncached entry of `outs` disables the run cache of its stage: returning to earlier parameters would train again.
 def test_uncached_outs_are_metrics_or_plots() -> None:
     for stage, spec in DVC["stages"].items():
         for out in spec["outs"]:
             assert isinstance(out, str) or "cache" not in next(iter(out.values())), stage
 
 
-# A section that a stage uses but does not track changes its result behind DVC's back; one that it tracks but does not use
-# makes it run for nothing. `runtime` alone is untracked.
+# DVC must track every section that a stage uses, or its result changes unnoticed; a section that is tracked but not used causes
+# needless runs. Only `runtime` is untracked.
 @pytest.mark.parametrize("stage", STAGES)
 def test_params_are_what_the_stage_uses(stage: str) -> None:
-    source = (ROOT / "stages" / f"{stage}.py").read_text(encoding="utf-8")
+    shared = {"stages/training_stage.py"} & set(
+        imported(f"stages/{stage}.py")
+    )  # reads settings for the stage
+    files = (f"stages/{stage}.py", *shared)
+    source = "".join((ROOT / name).read_text(encoding="utf-8") for name in files)
     used = {match for match in re.findall(r"settings\.(\w+)(?:\.(\w+))?", source) if match[0] in PARAMS}
     tracked_params = DVC["stages"][stage]["params"]
     for section, key in used:
@@ -265,7 +276,20 @@ def test_every_section_is_tracked() -> None:
     assert tracked_sections == set(PARAMS) - {"runtime"}
 
 
-# Large files and functions are where a reader gives up; the lists name those that are allowed to be.
+# A training stage that is not listed has no resume state on the disk plan, no column in the evaluation and no --model.
+def test_every_training_section_is_a_trained_stage() -> None:
+    kinds = get_type_hints(Settings)
+    sections = tuple(name for name, kind in kinds.items() if issubclass(kind, Training))
+    assert sections == tuple(stage.name for stage in TRAINED_STAGES)
+    for stage in TRAINED_STAGES:
+        assert kinds[stage.name].section() == stage.name
+        assert stage.checkpoint.as_posix() in outs(DVC["stages"][stage.name])
+        assert stage.checkpoint.as_posix() in DVC["stages"]["eval"]["deps"]
+    names = [stage.model for stage in TRAINED_STAGES]
+    assert len(set(names)) == len(names)
+
+
+# Large files and functions are hard to read; the lists name the exceptions.
 def test_sizes() -> None:
     for name in tracked():
         if not name.endswith(".py"):

@@ -10,7 +10,7 @@ import torch
 
 from kernels.batch import Batch, head_weight_sums
 from kernels.config import ModelConfig
-from stages.export import gpt2_weights, llama_weights
+from stages.hf_format import gpt2_weights, llama_weights
 from tests.parity import torch_model
 from tests.parity.cases import (
     CONTEXT,

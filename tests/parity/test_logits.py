@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from stages.export import FURTHER_HEADS
+from stages.export import MTP_HEADS_FILE
 from tests.parity import torch_model
 from tests.parity.cases import (
     CONTEXT,
@@ -96,7 +96,7 @@ def test_further_heads_are_beside_the_model(tmp_path: Path) -> None:
     """Would catch heads in another order, or head 0 among them, in the file that no class of transformers reads."""
     config = MODELS["euler"]
     model = exported(config, trained(config), tmp_path)
-    heads = torch.from_numpy(load_file(tmp_path / FURTHER_HEADS)["heads.weight"])
+    heads = torch.from_numpy(load_file(tmp_path / MTP_HEADS_FILE)["heads.weight"])
     engine, tokens = engine_with(config, trained(config)), tokens_of(0)
     stream = model.model(torch.from_numpy(tokens).long()).last_hidden_state
     for k in range(1, config.mtp_heads):

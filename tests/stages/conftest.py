@@ -13,6 +13,7 @@ from stages.shard_format import Counts, shard_path
 from stages.shard_writer import clear, write_index, write_shard
 from stages.text_files import RowWriter, atomic_file
 from stages.tokenizer import Tokenizer
+from stages.trained_stages import TRAINED_STAGES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -51,20 +52,21 @@ def talks(seed: int, count: int) -> list[list[dict[str, str]]]:
     ]
 
 
-def write_shards(folder: Path, words: Tokenizer, texts: dict[str, list[str]]) -> None:
+def write_shards(folder: Path, tokenizer: Tokenizer, texts: dict[str, list[str]]) -> None:
     """One shard a split, as the stage shard writes them."""
     clear(folder)
     counts = {}
     for split, documents in texts.items():
         parts = [
-            np.append(np.int32(words.special[SPECIAL[0]]), words.encode(document)) for document in documents
+            np.append(np.int32(tokenizer.special[SPECIAL[0]]), tokenizer.encode(document))
+            for document in documents
         ]
         ids = np.concatenate(parts)
-        file = write_shard(shard_path(folder, split, 0), ids, words.vocab_size)
+        file = write_shard(shard_path(folder, split, 0), ids, tokenizer.vocab_size)
         counts[split] = Counts(
             len(ids), sum(len(document.encode()) for document in documents), len(documents), [file]
         )
-    write_index(folder, tokenizer_sha256=words.sha256, vocab_size=words.vocab_size, splits=counts)
+    write_index(folder, tokenizer_sha256=tokenizer.sha256, vocab_size=tokenizer.vocab_size, splits=counts)
 
 
 @pytest.fixture(scope="session")
@@ -78,9 +80,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         "train": [sentences(seed, 40) for seed in range(8)],
         "val": [sentences(seed, 12) for seed in (90, 91)],
     }
-    words = Tokenizer.train(texts["train"], 256 + 24 + len(SPECIAL), SPECIAL)
-    words.save(made.tokenizer)
-    write_shards(made.shards, words, texts)
+    tokenizer = Tokenizer.train(texts["train"], 256 + 24 + len(SPECIAL), SPECIAL)
+    tokenizer.save(made.tokenizer)
+    write_shards(made.shards, tokenizer, texts)
     for path, seed, count in ((made.train, 1, 60), (made.val, 2, 20)):
         with atomic_file(path) as stream:
             writer = RowWriter(stream)
@@ -102,8 +104,8 @@ def settings_with() -> Callable[..., Settings]:
         "eval.micro_batch=4",
     ]
     lengths = [
-        f"{stage}.{key}"
-        for stage in ("pretrain", "sft")
+        f"{stage.name}.{key}"
+        for stage in TRAINED_STAGES
         for key in ("micro_batch=4", "steps=6", "checkpoint_every=2")
     ]
     fixed = [

@@ -1,4 +1,4 @@
-"""A tokenizer without merges, an engine that says what a test tells it to, and a tiny trained model on disk."""
+"""A tokenizer without merges, an engine that writes scripted answers, and a tiny model on disk."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,16 +11,19 @@ from kernels.engine import Engine
 from stages.checkpoint import save
 from stages.tokenizer import Tokenizer
 from stages.tokenizer.file_format import BYTE_ORDER, Vocabulary
+from stages.trained_stages import TRAINED_STAGES
 
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-WORDS = Tokenizer(Vocabulary([bytes([byte]) for byte in BYTE_ORDER], [], {}).with_special(SPECIAL, "test"))
-END = WORDS.special["<|end|>"]
+TOKENIZER = Tokenizer(
+    Vocabulary([bytes([byte]) for byte in BYTE_ORDER], [], {}).with_special(SPECIAL, "test")
+)
+END = TOKENIZER.special["<|end|>"]
 CTRL_C = -1  # in a script: the user presses it while this token is computed
 
 
 def ids(text: str) -> list[int]:
     """The ids of a text, one a byte."""
-    return WORDS.encode(text).tolist()
+    return TOKENIZER.encode(text).tolist()
 
 
 @dataclass
@@ -33,9 +36,9 @@ class ScriptCache:
 
 @dataclass
 class ScriptedEngine:
-    """Each cache begins the next of `answers`, whose ids are drawn one after the other.
+    """Each new cache begins the next of `answers`, whose ids are generated one by one.
 
-    The first tokens each answer was asked with are in `prompts`.
+    `prompts` holds the prompt of each answer.
     """
 
     context: int
@@ -44,7 +47,7 @@ class ScriptedEngine:
     micro_batch: int = 1
 
     def __post_init__(self) -> None:
-        self.config = ModelConfig(WORDS.vocab_size, 1, 1, 1, 4, 4, self.context)
+        self.config = ModelConfig(TOKENIZER.vocab_size, 1, 1, 1, 4, 4, self.context)
         self._rest: list[int] = []
         self._begins = False
 
@@ -62,7 +65,7 @@ class ScriptedEngine:
         banned: np.ndarray,
         **sampling: float,
     ) -> Iterator[np.ndarray]:
-        """The script's next ids, each the first that is not banned where it is."""
+        """The next ids of the script; a banned id gives the first id that is not banned."""
         if self._begins:
             self.prompts.append(tokens[0].tolist())
         self._begins = False
@@ -70,9 +73,9 @@ class ScriptedEngine:
             token = self._rest.pop(0)
             if token == CTRL_C:
                 raise KeyboardInterrupt
-            likely = np.arange(WORDS.vocab_size) == token
+            likely = np.arange(TOKENIZER.vocab_size) == token
             yield np.array(
-                [np.where(np.isin(np.arange(WORDS.vocab_size), banned), -1, likely).argmax()], np.int32
+                [np.where(np.isin(np.arange(TOKENIZER.vocab_size), banned), -1, likely).argmax()], np.int32
             )
 
     def describe(self) -> str:
@@ -80,10 +83,22 @@ class ScriptedEngine:
         return "scripted"
 
 
+@dataclass
+class ScriptedModel:
+    """As stages.trained_model.TrainedModel, with a scripted engine."""
+
+    scripted: ScriptedEngine
+    tokenizer: Tokenizer = TOKENIZER
+
+    def engine(self, *, threads: int) -> ScriptedEngine:
+        """The engine, on any number of threads."""
+        return self.scripted
+
+
 def write_model(root: Path, *, context: int = 32, mtp_heads: int = 1) -> None:
-    """An untrained model as base and chat checkpoint, and its tokenizer, where the pipeline has them below `root`."""
-    config = ModelConfig(WORDS.vocab_size, 1, 2, 1, 8, 8, context, mtp_heads)
+    """Writes an untrained model as checkpoint of every training stage, and its tokenizer, below `root`."""
+    config = ModelConfig(TOKENIZER.vocab_size, 1, 2, 1, 8, 8, context, mtp_heads)
     weights = Engine(config, Numerics(), micro_batch=1, seed=1, training=False).weights()
-    WORDS.save(root / "data/train_bpe/tokenizer.json")
-    for stage in ("pretrain", "sft"):
-        save(root / "data" / stage / "checkpoint", weights, config, WORDS.sha256)
+    TOKENIZER.save(root / "data/train_bpe/tokenizer.json")
+    for stage in TRAINED_STAGES:
+        save(root / stage.checkpoint, weights, config, TOKENIZER.sha256)

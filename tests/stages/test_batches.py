@@ -1,4 +1,4 @@
-"""Micro-batches: every token once, targets one ahead, and a place in the data that is one integer."""
+"""Micro-batches: every token once, targets one token ahead, and one integer as the position in the data."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.batch import Batch
-from stages.batches import Ahead, EvalWindows, PretrainBatches, sequential_batch, shuffled
+from stages.batches import BatchPrefetcher, EvalWindows, PretrainBatches, permute_indices, sequential_batch
 from stages.shard_format import Counts, ShardSet, open_split, shard_path
 from stages.shard_writer import write_index, write_shard
 
@@ -49,26 +49,26 @@ def windows(shards: ShardSet, *, micro_batch: int = 3, context: int = 8, within:
 def test_shuffled_is_a_permutation(count: int, seed: int, epoch: int) -> None:
     """Catches a window read twice and another never, at sizes around powers of two and of four."""
     places = np.arange(count)
-    assert sorted(shuffled(places, count, seed, epoch).tolist()) == places.tolist()
+    assert sorted(permute_indices(places, count, seed, epoch).tolist()) == places.tolist()
 
 
 def test_shuffled_mixes() -> None:
     """Catches a permutation that keeps order or neighbours: over keys, each of 5! orders of five is about as frequent."""
     orders: dict[tuple[int, ...], int] = {}
     for key in range(2400):
-        drawn = tuple(shuffled(np.arange(5), 5, key).tolist())
+        drawn = tuple(permute_indices(np.arange(5), 5, key).tolist())
         orders[drawn] = orders.get(drawn, 0) + 1
     assert len(orders) == 120
     # 20 each expected; a count is binomial with a deviation of 4.5, and six deviations are beyond chance.
     assert max(orders.values()) < 20 + 6 * 4.5
-    order = shuffled(np.arange(10_000), 10_000, 1, 2)
+    order = permute_indices(np.arange(10_000), 10_000, 1, 2)
     assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.06  # 6 deviations of 1 / sqrt(10,000)
 
 
 def test_shuffled_is_pinned() -> None:
     """Catches an order that changes with a version or machine, which breaks resuming, and memory that grows with count."""
-    assert shuffled(np.arange(6), 6, 1337, 0).tolist() == [2, 3, 4, 0, 5, 1]
-    assert shuffled(np.array([0, 1, 10**15]), 10**15 + 1, 7).tolist() == [
+    assert permute_indices(np.arange(6), 6, 1337, 0).tolist() == [2, 3, 4, 0, 5, 1]
+    assert permute_indices(np.array([0, 1, 10**15]), 10**15 + 1, 7).tolist() == [
         634570131150467,
         783249768905123,
         249663890242967,
@@ -107,7 +107,7 @@ def test_epochs_differ_and_leave_out_other_tokens(tmp_path: Path) -> None:
 
 
 def test_batch_is_a_function_of_index_and_seed(tmp_path: Path) -> None:
-    """Catches hidden state: a resumed run, or a rank that takes every second batch, must read what a whole run reads."""
+    """Catches hidden state: a resumed run, or a rank that reads every second batch, must read the same tokens."""
     shards = make_split(tmp_path, np.arange(300))
     straight = pretrain(shards)
     forward = [straight.batch(index).tokens for index in range(30)]
@@ -118,7 +118,7 @@ def test_batch_is_a_function_of_index_and_seed(tmp_path: Path) -> None:
 
 
 def test_epoch_border_inside_a_batch(tmp_path: Path) -> None:
-    """Catches rows dropped or repeated where an epoch does not divide into micro-batches, and a split below one micro-batch."""
+    """Catches rows dropped or repeated if micro-batches do not divide an epoch, or the split is smaller than one."""
     batches = pretrain(make_split(tmp_path, np.arange(40)), micro_batch=6, context=8)
     assert batches.windows == 4
     rows = np.concatenate([batches.batch(index).tokens[:, 0] for index in range(2)])
@@ -128,7 +128,7 @@ def test_epoch_border_inside_a_batch(tmp_path: Path) -> None:
 
 
 def test_documents_follow_the_separators(tmp_path: Path) -> None:
-    """Catches attention across documents: a new document begins at its separator, not behind it."""
+    """Catches attention across documents: a document begins at its separator, not after it."""
     shards = make_split(tmp_path, np.array([1, 2, SEPARATOR, 3, SEPARATOR, SEPARATOR, 4, 5, 6]))
     batch = pretrain(shards, micro_batch=1).batch(0)
     assert batch.document.tolist() == [[0, 0, 1, 1, 2, 3, 3, 3]]
@@ -177,7 +177,7 @@ def test_too_small_a_split_is_refused_with_numbers(tmp_path: Path) -> None:
 
 
 def test_sequential_batch_is_the_stream(tmp_path: Path) -> None:
-    """Catches a curve that reads other tokens than the engine beside which it is laid."""
+    """Catches a loss curve on other tokens than those of the engine it is compared with."""
     shards = make_split(tmp_path, np.arange(100))
     for step in range(4):
         batch = sequential_batch(shards, step, micro_batch=3, context=8)
@@ -202,7 +202,7 @@ def test_arrays_are_what_the_engine_takes(tmp_path: Path) -> None:
 
 
 def test_updates_batches_come_in_order_each_once_whether_fetched_ahead_or_not() -> None:
-    """Would catch an update that takes the next one's batches, fetches its own twice, or fetches beyond the last update's."""
+    """Catches an update that gets the batches of the next one, fetches its own twice, or fetches after the last update."""
     asked: list[int] = []
 
     class Source:
@@ -211,9 +211,9 @@ def test_updates_batches_come_in_order_each_once_whether_fetched_ahead_or_not() 
             numbers = np.full((1, 4), index, np.int32)
             return Batch(numbers, numbers, np.zeros_like(numbers), np.ones((1, 4), np.float32))
 
-    ahead = Ahead(Source(), accum=2, updates=3, mtp_heads=2)
+    prefetcher = BatchPrefetcher(Source(), accum=2, updates=3, mtp_heads=2)
     for step in range(3):
-        assert [int(batch.tokens[0, 0]) for batch in ahead.of(step)] == [2 * step, 2 * step + 1]
+        assert [int(batch.tokens[0, 0]) for batch in prefetcher.get(step)] == [2 * step, 2 * step + 1]
         if step != 1:  # as where nothing calls it
-            ahead.fetch(step + 1)
+            prefetcher.fetch(step + 1)
     assert asked == list(range(6))

@@ -9,19 +9,27 @@ import pytest
 
 from kernels.generation import Sampling
 from stages import chat
-from stages.chat import Chat, converse, obey, reply
+from stages.chat import Chat, converse, reply, run_command
 from stages.chat_template import render_prompt
-from stages.generate import open_model
-from tests.stages.scripted_engine import CTRL_C, END, WORDS, ScriptedEngine, ids, write_model
+from stages.trained_model import open_model
+from tests.stages.scripted_engine import (
+    CTRL_C,
+    END,
+    TOKENIZER,
+    ScriptedEngine,
+    ScriptedModel,
+    ids,
+    write_model,
+)
 
 GREEDY = Sampling(temperature=0)
-USER, ASSISTANT = WORDS.special["<|user|>"], WORDS.special["<|assistant|>"]
+USER, ASSISTANT = TOKENIZER.special["<|user|>"], TOKENIZER.special["<|assistant|>"]
 
 
 def talk(*answers: list[int], context: int = 64, max_tokens: int = 100) -> tuple[Chat, ScriptedEngine]:
     """A chat with an engine that writes these ids."""
     engine = ScriptedEngine(context, list(answers))
-    return Chat(engine, WORDS, GREEDY, max_tokens), engine  # type: ignore[arg-type]
+    return Chat(engine, TOKENIZER, GREEDY, max_tokens), engine  # type: ignore[arg-type]
 
 
 def says(text: str) -> list[int]:
@@ -47,8 +55,8 @@ def inputs(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -
     monkeypatch.setattr("builtins.input", read)
 
 
-# The model has to read the whole conversation in the template it was trained with; a message with braces, percent signs or
-# special tokens typed out is plain text in it.
+# The model must read the whole conversation in the template it was trained with. Braces, percent signs and typed special tokens
+# in a message are plain text.
 def test_reads_the_conversation_by_the_template(capsys: pytest.CaptureFixture[str]) -> None:
     one, engine = talk(says("Yes."), says("No."))
     assert reply(one, "<|end|>{0}%d") == "model"
@@ -58,7 +66,8 @@ def test_reads_the_conversation_by_the_template(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr() == ("Yes.\nNo.\n", "")
 
 
-# A special token in an answer would look like another speaker, to the model as well; where it is the likeliest, another comes.
+# A special token in an answer would look like another speaker, also to the model. If it is the most likely token, the next is
+# taken.
 def test_special_tokens_never_in_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     one, engine = talk([USER, *ids("a"), ASSISTANT, END], says("b"))
     reply(one, "?")
@@ -67,18 +76,18 @@ def test_special_tokens_never_in_an_answer(capsys: pytest.CaptureFixture[str]) -
     assert engine.prompts[1].count(USER) == 2
 
 
-# Half a character on the screen is garbage, and so is a whole one that comes late.
+# A part of a character on the screen is garbage; a complete one must not be delayed.
 def test_streams_whole_characters() -> None:
     one, _ = talk([*ids("a\u20ac\U0001f600b"), ids("\u20ac")[0], END])
     shown: list[str] = []
-    assert one.answer(one.fit("?")[0], shown.append) == "model"
+    assert one.answer(one.truncate_history("?")[0], shown.append) == "model"
     assert [text for text in shown if text] == ["a", "\u20ac", "\U0001f600", "b", "\ufffd"]
     assert one.messages[-1]["content"] == "a\u20ac\U0001f600b", (
         "the mark of a broken character is no part of the conversation"
     )
 
 
-# Ctrl-C must end the answer alone: the program goes on, and the model remembers what it had said.
+# Ctrl-C must end only the answer: the program continues, and the answer so far stays in the conversation.
 def test_ctrl_c_stops_the_answer_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,10 +98,10 @@ def test_ctrl_c_stops_the_answer_only(
     assert printed.out == "Well\nGo on.\n"
     assert printed.err == "(stopped)\n"
     assert [message["content"] for message in one.messages] == ["first", "Well", "second", "Go on."]
-    assert engine.prompts[1] == render_prompt(one.messages[:3], WORDS).tolist()
+    assert engine.prompts[1] == render_prompt(one.messages[:3], TOKENIZER).tolist()
 
 
-# Ctrl-C before anything is asked must not leave either; the end of the input and /exit do.
+# Ctrl-C before the first question must not exit either; the end of the input and /exit do.
 def test_leaving(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     one, _ = talk(says("Yes."))
     inputs(monkeypatch, KeyboardInterrupt, "", "  ", "first", "/exit", "second")
@@ -104,7 +113,7 @@ def test_leaving(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     converse(one)
 
 
-# A context that is full must lose its oldest turns whole: half a turn is a conversation such as the model never saw.
+# A full context must lose whole turns: the model was never trained on half a turn.
 def test_oldest_turns_are_left_out_whole(capsys: pytest.CaptureFixture[str]) -> None:
     answers = [says("1234"), says("5678"), says("90")]
     one, engine = talk(
@@ -113,12 +122,12 @@ def test_oldest_turns_are_left_out_whole(capsys: pytest.CaptureFixture[str]) -> 
     for question in ("abcd", "efgh", "ijkl"):
         reply(one, question)
     assert len(engine.prompts[1]) == 12 + 7
-    assert engine.prompts[2] == render_prompt(one.messages[:3], WORDS).tolist()
+    assert engine.prompts[2] == render_prompt(one.messages[:3], TOKENIZER).tolist()
     assert [message["content"] for message in one.messages] == ["efgh", "5678", "ijkl", "90"]
-    assert capsys.readouterr().err == "(the context is full: the oldest 1 turn left out)\n"
+    assert capsys.readouterr().err == "(the context is full: the oldest 1 turn dropped)\n"
 
 
-# Room is kept for an answer, but a long question alone is answered as far as it goes rather than refused.
+# A long question leaves less room for its answer; the answer is cut, but the question is not refused.
 def test_long_question(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     one, _ = talk(says("a"), [*ids("abcdef")], says("a"), context=20)
     reply(one, "1")
@@ -127,11 +136,11 @@ def test_long_question(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     inputs(monkeypatch, "x" * 17, "1")
     converse(one)
     printed = capsys.readouterr()
-    assert printed.err.startswith("error: this message takes 20 tokens of the 20")
+    assert printed.err.startswith("error: this message takes 20 of 20 tokens")
     assert printed.out == "a\n", "the conversation goes on after the refusal"
 
 
-# An answer without an end must be cut and said to be cut, or it looks like a broken sentence of the model's.
+# An answer that is cut at max_tokens must say so, or it looks like a sentence the model broke off.
 def test_max_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     one, _ = talk(ids("abcdef"), ids("ab"), max_tokens=4)
     assert reply(one, "?") == "max_tokens"
@@ -140,15 +149,15 @@ def test_max_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_tokens = 4" in printed.err
 
 
-# Each setting by its command; a value that is none must change nothing and name the setting.
+# Each command changes its setting; an invalid value must change nothing and name the setting.
 def test_commands_change_settings() -> None:
     one, _ = talk()
     for command in ("/temperature 0.7", "/top_k 7", "/top_p  0.9", "/seed 3", "/max_tokens 11"):
-        obey(one, command)
+        run_command(one, command)
     assert one.sampling == Sampling(temperature=0.7, top_k=7, top_p=0.9, seed=3)
     assert one.max_tokens == 11
     assert (
-        obey(one, "/show")
+        run_command(one, "/show")
         == "temperature 0.7, top_k 7, top_p 0.9, seed 3, max_tokens 11; 0 turns, 0 of 64 tokens"
     )
     before = one.describe()
@@ -162,67 +171,69 @@ def test_commands_change_settings() -> None:
         "/max_tokens 0",
     ):
         with pytest.raises(ValueError, match=f"^{command[1:].split()[0]}: expected .*, got "):
-            obey(one, command)
+            run_command(one, command)
         assert one.describe() == before
 
 
-# /help that misses a command hides it; a typo taken for a message would be answered.
+# /help must list every command; a mistyped command must not be answered as a message.
 def test_help_and_unknown_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, engine = talk()
     for name in (*chat.SETTINGS, "show", "reset", "exit"):
-        assert f"/{name} " in obey(one, "/help")
+        assert f"/{name} " in run_command(one, "/help")
     inputs(monkeypatch, "/temprature 1", "/")
     converse(one)
-    assert capsys.readouterr().err.startswith("error: /temprature: no such command; /help lists them\n")
+    assert capsys.readouterr().err.startswith(
+        "error: /temprature: no such command; /help lists the commands\n"
+    )
     assert engine.prompts == []
 
 
-# What was said before /reset must not be read again.
+# After /reset the model must not read earlier messages.
 def test_reset() -> None:
     one, engine = talk(says("a"), says("b"))
     reply(one, "first")
-    obey(one, "/reset")
+    run_command(one, "/reset")
     reply(one, "second")
-    assert engine.prompts[1] == render_prompt([{"role": "user", "content": "second"}], WORDS).tolist()
+    assert engine.prompts[1] == render_prompt([{"role": "user", "content": "second"}], TOKENIZER).tolist()
 
 
-SYSTEM = [WORDS.special["<|system|>"], *ids("Be brief."), END]
+SYSTEM = [TOKENIZER.special["<|system|>"], *ids("Be brief."), END]
 
 
-# The model is trained on system messages; one that is dropped with the oldest turns would be forgotten in the middle of a talk.
+# The system message must not be dropped with the oldest turns.
 def test_system_message_stays(capsys: pytest.CaptureFixture[str]) -> None:
     one, engine = talk(*[says("ok")] * 6, context=40, max_tokens=4)
-    assert obey(one, "/system Be brief.") == "a new conversation, behind this system message"
+    assert run_command(one, "/system Be brief.") == "new conversation, with this system message"
     for letter in "abcd":
         reply(one, letter * 5)
     assert "the context is full: the oldest" in capsys.readouterr().err
     assert all(prompt[: len(SYSTEM)] == SYSTEM and prompt.count(SYSTEM[0]) == 1 for prompt in engine.prompts)
     assert all(len(prompt) <= 40 - 4 for prompt in engine.prompts)
-    assert len(engine.prompts[1]) > len(engine.prompts[0]) and "system message 'Be brief.'" in obey(
+    assert len(engine.prompts[1]) > len(engine.prompts[0]) and "system message 'Be brief.'" in run_command(
         one, "/show"
     )
-    obey(one, "/reset")
+    run_command(one, "/reset")
     reply(one, "e")
     assert engine.prompts[-1] == [*SYSTEM, USER, *ids("e"), END, ASSISTANT]
-    assert obey(one, "/system") == "a new conversation, without a system message"
+    assert run_command(one, "/system") == "new conversation, without a system message"
     reply(one, "f")
     assert engine.prompts[-1] == [USER, *ids("f"), END, ASSISTANT]
 
 
-# A system message that fills the context is said at once, not at every question; and it must not take the place of the old one.
+# A system message that fills the context is refused at once, not at every question; the old one stays.
 def test_a_system_message_that_leaves_no_room() -> None:
     one, _ = talk(context=20)
     one.begin("Be brief.")
     with pytest.raises(
-        ValueError, match=r"^the system message takes 25 tokens of the 20 that the model reads; shorten it$"
+        ValueError, match=r"^the system message takes 25 of 20 tokens of context; shorten it$"
     ):
-        obey(one, "/system " + "x" * 20)
+        run_command(one, "/system " + "x" * 20)
     assert one.system == "Be brief."
 
 
-# A message such as a path begins with a slash; it was taken for a command that does not exist.
+# A message such as a path begins with a slash; it was read as an unknown command.
 def test_a_message_that_begins_with_a_slash(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,7 +264,7 @@ def printed(trained: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
     return run
 
 
-# A script wants the answer alone, and the same one for the same seed.
+# A script needs only the answer, and the same one for the same seed.
 def test_one_shot_prints_only_the_answer(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for seed in (1, 1, 2):
@@ -264,19 +275,18 @@ def test_one_shot_prints_only_the_answer(trained: Path, capsys: pytest.CaptureFi
     assert all("context" not in one.err and "model" not in one.err for one in answers)
 
 
-# --system has to reach the model in the one-shot form, too.
+# --system must reach the model with --prompt, too.
 def test_system_message_of_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ScriptedEngine(64, [says("ok")])
-    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, WORDS))
+    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer_path: ScriptedModel(engine))
     chat.run(["--prompt", "?", "--system", "Be brief.", "--temperature", "0"])
     assert engine.prompts == [[*SYSTEM, USER, *ids("?"), END, ASSISTANT]]
     assert capsys.readouterr().out == "ok\n"
 
 
-# Without a terminal each line is a message; prompts or the banner among the answers would spoil a pipe, and so would the
-# locale's encoding.
+# Without a terminal each line is a message. Prompts, the banner or the encoding of the locale would corrupt the piped output.
 def test_piped_lines(monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str]) -> None:
     piped(monkeypatch, b"Hello\n\xc3\xa9\xff\n")
     both = printed("--seed", "4")
@@ -285,16 +295,16 @@ def test_piped_lines(monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str
     assert "/help" not in both
 
 
-# Every answer of a conversation with the same draws would repeat itself; a seed set again must repeat the answers.
+# Each answer needs its own random numbers; setting the seed again must repeat the answers.
 def test_seed_counts_up_by_answer(monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
-    engine, words = open_model("sft", Path("data/train_bpe/tokenizer.json"))
-    one = Chat(engine, words, Sampling(seed=1), 8)
+    model = open_model("sft", Path("data/train_bpe/tokenizer.json"))
+    one = Chat(model.engine(), model.tokenizer, Sampling(seed=1), 8)
 
     def answers() -> list[str]:
         contents = []
         for _ in range(2):
             one.messages = []  # the same question again, as if it were the first
-            one.answer(one.fit("a")[0], lambda text: None)
+            one.answer(one.truncate_history("a")[0], lambda text: None)
             contents.append(one.messages[-1]["content"])
         return contents
 
@@ -303,16 +313,16 @@ def test_seed_counts_up_by_answer(monkeypatch: pytest.MonkeyPatch, trained: Path
     one.reset()
     assert answers() == first
     assert answers() != first
-    obey(one, "/seed 1")
+    run_command(one, "/seed 1")
     assert answers() == first
 
 
-# Ctrl-C in the one-shot form is for the program: a script must see that it was interrupted.
+# With --prompt, Ctrl-C ends the program: a script must see that it was interrupted.
 def test_ctrl_c_ends_the_one_shot_form(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ScriptedEngine(64, [[*ids("ab"), CTRL_C]])
-    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer, threads: (engine, WORDS))
+    monkeypatch.setattr(chat, "open_model", lambda model, tokenizer_path: ScriptedModel(engine))
     monkeypatch.setattr(sys, "argv", ["chat", "--prompt", "?", "--temperature", "0"])
     with pytest.raises(SystemExit) as end:
         chat.main()

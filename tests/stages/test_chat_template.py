@@ -1,4 +1,4 @@
-"""The chat template, what is learnt of it, and what becomes of conversations longer than the context."""
+"""The chat template, its loss mask, and truncation to the context."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.chat_template import (
-    check,
     read_conversations,
     render,
     render_all,
     render_prompt,
     shuffle_questions,
+    validate_messages,
 )
 from stages.text_files import RowWriter, atomic_file
 from stages.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ SYSTEM, USER, ASSISTANT, END = range(258, 262)
 
 
 class ByteTokenizer:
-    """The tokenizer's interface with a token a byte: what is typed is bytes, never a special id."""
+    """The interface of the tokenizer with one token per byte: typed text gives bytes, never a special id."""
 
     def __init__(self, *special: str) -> None:
         self.special = {token: 256 + number for number, token in enumerate(special)}
@@ -39,7 +39,7 @@ TOKENIZER: Any = ByteTokenizer(
 
 
 def talk(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """User and assistant in turn, behind an optional system message."""
+    """User and assistant in turn, after an optional system message."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     return messages + [
         {"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)
@@ -82,12 +82,12 @@ def test_prompt_is_what_precedes_the_answer_in_training() -> None:
 
 @settings(deadline=None)
 @given(messages_strategy)
-def test_learnt_is_the_assistants_text_and_its_end(messages: list[dict[str, str]]) -> None:
+def test_supervised_is_the_assistants_text_and_its_end(messages: list[dict[str, str]]) -> None:
     """Catches a mask on the user's words, on <|assistant|>, or without the <|end|> by which a reply stops."""
     ids, weights = render(messages, TOKENIZER)
     answers = "".join(message["content"] + "\0" for message in messages if message["role"] == "assistant")
-    learnt = bytes(0 if token == END else token for token in ids[weights == 1].tolist())
-    assert learnt == answers.encode()
+    supervised = bytes(0 if token == END else token for token in ids[weights == 1].tolist())
+    assert supervised == answers.encode()
 
 
 @settings(deadline=None)
@@ -140,11 +140,11 @@ def test_learned_merges_stay_within_the_template() -> None:
 def test_malformed_messages_are_named(messages: Any, message: str) -> None:
     """Catches a KeyError or a silently ignored role deep in training."""
     with pytest.raises(ValueError, match=message):
-        check(messages)
+        validate_messages(messages)
 
 
 def test_reader_names_file_and_line(tmp_path: Path) -> None:
-    """Catches an error without the place to mend, and lines passed over in silence."""
+    """Catches an error that names no line, and lines that are skipped silently."""
     path = tmp_path / "conversations.val.jsonl.zst"
     rows: list[dict[str, Any]] = [
         {"messages": talk("a", "b")},
@@ -168,7 +168,7 @@ def test_tokenizer_without_the_template_is_refused() -> None:
     """Catches a KeyError with a borrowed tokenizer that has no chat tokens."""
     plain: Any = ByteTokenizer("<|endoftext|>")
     with pytest.raises(
-        ValueError, match=r"no special token <\|system\|>: add it to train_bpe\.special_tokens"
+        ValueError, match=r"no special token <\|system\|>; add it to train_bpe\.special_tokens"
     ):
         render(talk("a", "b"), plain)
 
@@ -214,7 +214,7 @@ def test_cut_is_the_longest_end_that_the_rule_allows(messages: list[dict[str, st
 
 
 def test_cut_without_a_question_before_the_answer() -> None:
-    """Catches an answer that is cut where a conversation opens with it: it is dropped instead, or its turn left off whole."""
+    """Catches a cut answer in a conversation that opens with one: it is dropped, or its whole turn is removed."""
     greeting = [{"role": "assistant", "content": "hello"}]
     assert cut(greeting, 6) is None
     assert cut([*greeting, *talk("a", "b")], 6) == "Ua.Ab."
@@ -229,13 +229,13 @@ def test_too_long_ones_are_counted() -> None:
     assert dropping.counts == {"read": 5, "kept": 2, "cut": 0, "too_long": 2, "unanswered": 1}
     assert [text_of(dropping[number][0].tolist()) for number in range(len(dropping))] == ["Ua.Ab.", "Ua.Ab."]
     assert "2 of 5 conversations kept" in dropping.describe()
-    assert "dropped: 2 too long, 1 without an answer; 12 tokens, 4 of them learnt" in dropping.describe()
+    assert "dropped: 2 too long, 1 without an answer; 12 tokens, 4 of them supervised" in dropping.describe()
 
 
 def test_nothing_left_is_an_error_that_says_why() -> None:
     """Catches a run on no data, which would divide by zero or never end."""
     with pytest.raises(
-        ValueError, match=r"left of 2: 1 are longer than model\.context = 5, 1 have no answer; give"
+        ValueError, match=r"left of 2: 1 are longer than model\.context = 5, 1 have no answer; use"
     ):
         render_all([talk("a", "b"), talk("a")], TOKENIZER, context=5, overflow="drop")
     with pytest.raises(ValueError, match="left of 0"):
@@ -243,7 +243,7 @@ def test_nothing_left_is_an_error_that_says_why() -> None:
 
 
 def test_chunks_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches contents that slip to the next conversation where the encoding is done in several calls."""
+    """Catches contents assigned to the next conversation, if several calls encode them."""
     monkeypatch.setattr("stages.chat_template.CHUNK", 2)
     conversations = [talk(f"q{number}", f"a{number}") for number in range(5)]
     rendered = render_all(iter(conversations), TOKENIZER, context=50, overflow="drop")

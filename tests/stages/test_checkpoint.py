@@ -1,4 +1,4 @@
-"""Checkpoints: the same bytes, whole or not at all, and nothing foreign or damaged is ever used."""
+"""Checkpoints: the same bytes, written atomically; foreign or damaged ones are refused."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def test_a_checkpoint_comes_back_whole(tmp_path: Path) -> None:
-    """Would catch a parameter lost, renamed, cast or transposed on the way through the file."""
+    """Would catch a parameter that is lost, renamed, cast or transposed in the file."""
     checkpoint.save(tmp_path / "c", weights(), CONFIG, "abc")
     loaded = checkpoint.load(tmp_path / "c", "abc")
     assert loaded.config == CONFIG and loaded.tokenizer_sha256 == "abc"
@@ -43,13 +43,13 @@ def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"c.model\.json: expected a file of a checkpoint.*make repro"):
         checkpoint.load(folder)
     checkpoint.save(folder, weights(), CONFIG, "abc")
-    with pytest.raises(ValueError, match="trained with the tokenizer abc, but the tokenizer here is xyz"):
+    with pytest.raises(ValueError, match="trained with tokenizer abc, but the one given is xyz"):
         checkpoint.load(folder, "xyz")
     whole = (folder / checkpoint.WEIGHTS).read_bytes()
     flipped = bytes([*whole[:-1], whole[-1] ^ 1])
     for damaged in (whole[:-10], flipped, b""):
         (folder / checkpoint.WEIGHTS).write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"weights\.safetensors: half written or edited"):
+        with pytest.raises(ValueError, match=r"weights\.safetensors: incomplete or edited"):
             checkpoint.load(folder)
     checkpoint.save(folder, weights(), CONFIG, "abc")
     model = (folder / checkpoint.MODEL).read_text(encoding="utf-8")
@@ -63,5 +63,5 @@ def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     ):
         assert spoilt != model
         (folder / checkpoint.MODEL).write_text(spoilt, encoding="utf-8")
-        with pytest.raises(ValueError, match=r"model\.json: half written or edited \(.*\); run `make repro`"):
+        with pytest.raises(ValueError, match=r"model\.json: incomplete or edited \(.*\); run `make repro`"):
             checkpoint.load(folder)

@@ -1,4 +1,4 @@
-"""The stage eval: each figure against a plain computation, and outs that are whole, finite and the same each time."""
+"""The stage eval: each metric compared with a plain computation; complete, finite and reproducible outputs."""
 
 import csv
 import dataclasses
@@ -16,7 +16,7 @@ from kernels.batch import Batch
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import Engine
 from kernels.generation import Sampling
-from stages import checkpoint, eval, scoring
+from stages import checkpoint, eval, eval_report, scoring
 from stages.batches import EvalWindows
 from stages.chat_template import read_conversations, render_prompt
 from stages.settings import Settings
@@ -38,22 +38,22 @@ FIGURES = (
 
 @pytest.fixture(scope="module")
 def models(corpus: Any, settings_with: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of two models that learnt nothing, which scoring does not mind."""
-    words, folder = Tokenizer.load(corpus.tokenizer), tmp_path_factory.mktemp("models")
-    config = settings_with().model.config(words.vocab_size)
+    """Checkpoints of two untrained models."""
+    tokenizer, folder = Tokenizer.load(corpus.tokenizer), tmp_path_factory.mktemp("models")
+    config = settings_with().model.config(tokenizer.vocab_size)
     for seed, name in enumerate(("base", "chat")):
         engine = Engine(config, Numerics(), micro_batch=1, device="cpu", threads=1, seed=seed)
-        checkpoint.save(folder / name, engine.weights(), config, words.sha256)
+        checkpoint.save(folder / name, engine.weights(), config, tokenizer.sha256)
     return {name: folder / name for name in ("base", "chat")}
 
 
 def run(corpus: Any, models: dict[str, Path], settings: Settings, folder: Path) -> Path:
     eval.run(
         settings,
-        tokenizer=corpus.tokenizer,
+        tokenizer_path=corpus.tokenizer,
         shards=corpus.shards,
         conversations=corpus.val,
-        **models,
+        checkpoints=models,
         folder=folder,
     )
     return folder
@@ -76,8 +76,8 @@ def test_metrics_are_complete_finite_and_in_order(out: Path, corpus: Any) -> Non
     assert list(metrics["base"]) == [*FIGURES, "heads"]
     assert list(metrics["chat"]) == [*FIGURES, "replies", "replies_ended", "heads"]
     assert metrics["device"] == "cpu" and 0 <= metrics["chat"]["replies_ended"] <= 1
-    words = Tokenizer.load(corpus.tokenizer)
-    prompts = [render_prompt(talk[:1], words) for talk in read_conversations(corpus.val)]
+    tokenizer = Tokenizer.load(corpus.tokenizer)
+    prompts = [render_prompt(talk[:1], tokenizer) for talk in read_conversations(corpus.val)]
     assert metrics["chat"]["replies"] == sum(len(prompt) <= 32 // 2 for prompt in prompts)
     for name in ("base", "chat"):
         assert metrics[name]["perplexity"] == pytest.approx(math.exp(metrics[name]["loss"]), rel=1e-4)
@@ -95,7 +95,7 @@ def test_report_and_curves_hold_both_models(out: Path, settings_with: Make) -> N
     ):
         assert part in report
     for prompt in (*settings_with().eval.prompts, *settings_with().eval.chat_prompts):
-        assert eval.indented(prompt) in report
+        assert eval_report.indented(prompt) in report
     with (out / "heads.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [(row["model"], row["head"]) for row in rows] == [
@@ -134,17 +134,17 @@ def test_text_is_scored_whole_and_every_head_where_it_predicts(corpus: Any, mode
 
     Plain loops over single windows, in float64 from the same fp32 losses: rounding of the engine's batches leaves 1e-5.
     """
-    model, words = checkpoint.load(models["base"]), Tokenizer.load(corpus.tokenizer)
+    model, tokenizer = checkpoint.load(models["base"]), Tokenizer.load(corpus.tokenizer)
     train, val = (
-        open_split(corpus.shards, split, words.sha256, words.vocab_size) for split in ("train", "val")
+        open_split(corpus.shards, split, tokenizer.sha256, tokenizer.vocab_size) for split in ("train", "val")
     )
-    separator, context = words.special["<|endoftext|>"], model.config.context
+    separator, context = tokenizer.special["<|endoftext|>"], model.config.context
     engine = Engine(model.config, Numerics(), micro_batch=4, device="cpu", threads=1, training=False)
     engine.load(model.weights)
     windows = EvalWindows(val, micro_batch=4, context=context, separator_id=separator, document_mask=True)
     found = scoring.score_text(engine, windows, scoring.unigram_nats(train), 2)
 
-    counts = np.bincount(read_shard(corpus.shards / "train_00000.bin"), minlength=words.vocab_size) + 1.0
+    counts = np.bincount(read_shard(corpus.shards / "train_00000.bin"), minlength=tokenizer.vocab_size) + 1.0
     ids = read_shard(corpus.shards / "val_00000.bin").astype(np.int32)
     sums = np.zeros((2, 4))
     for start in range(0, len(ids) - 1, context):
@@ -159,7 +159,7 @@ def test_text_is_scored_whole_and_every_head_where_it_predicts(corpus: Any, mode
                     sums[k] += [1, each.nll[k, 0, t], each.correct[k, 0, t], unigram]
     assert sums[0, 0] == len(ids) - 1 == windows.targets
     assert found.loss == found.heads[0].loss
-    text_bytes = int(words.token_lengths[ids].sum())
+    text_bytes = int(tokenizer.token_lengths[ids].sum())
     assert found.bits_per_byte == pytest.approx(sums[0, 1] / math.log(2) / text_bytes, rel=1e-5)
     for k, head in enumerate(found.heads):
         assert [head.loss, head.accuracy, head.unigram_loss] == pytest.approx(
@@ -184,19 +184,19 @@ class Oracle:
         return nll
 
 
-def test_answers_cost_more_behind_foreign_questions(corpus: Any) -> None:
-    """Would catch questions that stay where they are, answers that differ between both, and ends counted as content."""
-    words = Tokenizer.load(corpus.tokenizer)
+def test_answers_cost_more_after_shuffled_questions(corpus: Any) -> None:
+    """Would catch questions that are not exchanged, answers that differ between both, and end tokens counted as content."""
+    tokenizer = Tokenizer.load(corpus.tokenizer)
     held_out = list(read_conversations(corpus.val))
-    answers = scoring.held_out_answers(held_out, words, context=32, seed=3)
+    answers = scoring.held_out_answers(held_out, tokenizer, context=32, seed=3)
     true, shuffled = answers.true, answers.shuffled
     assert true and shuffled and not answers.missing
     assert sorted(true[n][0][true[n][1]].tobytes() for n in range(len(true))) == sorted(
         shuffled[n][0][shuffled[n][1]].tobytes() for n in range(len(shuffled))
     )
     end, rows = (
-        words.special["<|end|>"],
-        {"micro_batch": 4, "context": 32, "pad_id": words.special["<|pad|>"]},
+        tokenizer.special["<|end|>"],
+        {"micro_batch": 4, "context": 32, "pad_id": tokenizer.special["<|pad|>"]},
     )
     engine: Any = Oracle(end)
     own, foreign = (
@@ -204,26 +204,28 @@ def test_answers_cost_more_behind_foreign_questions(corpus: Any) -> None:
     )
     assert own.end_loss == foreign.end_loss == 3
     assert 1 <= own.content_loss < foreign.content_loss <= 5
-    lengths = [len(words.encode(talk[1]["content"])) for talk in held_out]
+    lengths = [len(tokenizer.encode(talk[1]["content"])) for talk in held_out]
     expected = (own.content_loss * sum(lengths) + 3 * len(lengths)) / (sum(lengths) + len(lengths))
     assert own.loss == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_conversation_that_fits_one_way_only_takes_no_part(corpus: Any) -> None:
     """Would catch two sets of answers that are not the same, whose losses cannot be compared."""
-    words = Tokenizer.load(corpus.tokenizer)
+    tokenizer = Tokenizer.load(corpus.tokenizer)
     talks = [
         [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         for question, answer in (("king " * 12, "x"), ("q", "y" * 20), ("r", "z"), ("s", "w"))
     ]
-    answers = scoring.held_out_answers(talks, words, context=32, seed=0)
+    answers = scoring.held_out_answers(talks, tokenizer, context=32, seed=0)
     true, shuffled = answers.true, answers.shuffled
     assert true and shuffled and not answers.missing
-    learnt = [sorted(each[n][0][each[n][1]].tobytes() for n in range(len(each))) for each in (true, shuffled)]
-    assert learnt[0] == learnt[1] and 1 <= len(true) <= 4
+    answer_ids = [
+        sorted(each[n][0][each[n][1]].tobytes() for n in range(len(each))) for each in (true, shuffled)
+    ]
+    assert answer_ids[0] == answer_ids[1] and 1 <= len(true) <= 4
 
 
-# eval died after all training where one conversation was held out, or none fitted: the other figures were lost with it.
+# eval failed after all training if one conversation was held out, or none fitted: the other metrics were lost with it.
 @pytest.mark.parametrize(
     ("talks", "context", "missing"),
     [
@@ -247,9 +249,9 @@ def test_a_conversation_that_fits_one_way_only_takes_no_part(corpus: Any) -> Non
 def test_a_figure_that_cannot_be_had_has_a_reason(
     corpus: Any, talks: int, context: int, missing: dict[str, str]
 ) -> None:
-    words = Tokenizer.load(corpus.tokenizer)
+    tokenizer = Tokenizer.load(corpus.tokenizer)
     held_out = list(read_conversations(corpus.val))[:talks]
-    answers = scoring.held_out_answers(held_out, words, context=context, seed=0)
+    answers = scoring.held_out_answers(held_out, tokenizer, context=context, seed=0)
     assert answers.missing.keys() == missing.keys()
     assert all(answers.missing[figure].startswith(reason) for figure, reason in missing.items())
     assert (answers.true is None) == ("answer_loss" in missing) and answers.shuffled is None
@@ -258,7 +260,7 @@ def test_a_figure_that_cannot_be_had_has_a_reason(
 def test_a_report_with_one_conversation(
     corpus: Any, models: dict[str, Path], settings_with: Make, tmp_path: Path
 ) -> None:
-    """Would catch an evaluation that ends in an error, or leaves a figure out without a word."""
+    """Would catch an evaluation that fails, or silently omits a metric."""
     with atomic_file(tmp_path / "val.zst") as stream:
         writer = RowWriter(stream)
         writer.write({"messages": next(read_conversations(corpus.val))})
@@ -312,7 +314,7 @@ class Writer:
 def test_a_reply_ends_by_itself_or_not(
     prompts: list[list[int]], max_tokens: int, lengths: list[int], ended: list[bool]
 ) -> None:
-    """Would catch a reply that was cut off, or went on in a context cut anew, counted as ended, and the end shown as text."""
+    """Would catch a cut reply counted as ended, also one that continued beyond a full context, and the end token as text."""
     engine: Any = Writer()
     replies = scoring.write_replies(
         engine, prompts, Sampling(temperature=0), max_tokens=max_tokens, end_id=10
@@ -322,13 +324,13 @@ def test_a_reply_ends_by_itself_or_not(
 
 def test_the_unigram_loss_of_its_own_text_is_its_entropy(corpus: Any) -> None:
     """Would catch counts of the wrong split or width; adding one to each count moves it by less than vocabulary / tokens."""
-    words = Tokenizer.load(corpus.tokenizer)
-    nats = scoring.unigram_nats(open_split(corpus.shards, "train", words.sha256, words.vocab_size))
+    tokenizer = Tokenizer.load(corpus.tokenizer)
+    nats = scoring.unigram_nats(open_split(corpus.shards, "train", tokenizer.sha256, tokenizer.vocab_size))
     ids = read_shard(corpus.shards / "train_00000.bin")
-    share = np.bincount(ids, minlength=words.vocab_size) / len(ids)
+    share = np.bincount(ids, minlength=tokenizer.vocab_size) / len(ids)
     entropy = -float(np.sum(share[share > 0] * np.log(share[share > 0])))
-    assert nats.shape == (words.vocab_size,) and np.exp(-nats).sum() == pytest.approx(1, rel=1e-12)
-    assert entropy <= float(share @ nats) <= entropy + words.vocab_size / len(ids)
+    assert nats.shape == (tokenizer.vocab_size,) and np.exp(-nats).sum() == pytest.approx(1, rel=1e-12)
+    assert entropy <= float(share @ nats) <= entropy + tokenizer.vocab_size / len(ids)
 
 
 def test_spread_takes_first_last_and_no_item_twice() -> None:
@@ -341,12 +343,12 @@ def test_spread_takes_first_last_and_no_item_twice() -> None:
 def test_a_figure_that_is_not_finite_is_an_error() -> None:
     """Would catch NaN in metrics.json, which is no JSON."""
     with pytest.raises(ValueError, match=r"base\.heads\.0\.loss is nan"):
-        eval.rounded({"heads": {"0": {"loss": math.nan}}}, "base")
+        eval_report.rounded({"heads": {"0": {"loss": math.nan}}}, "base")
 
 
 def test_samples_cannot_break_the_report() -> None:
     """Would catch a sample whose Markdown or control characters end its block."""
-    assert eval.indented("a\n```\n# b\x00\r") == "    a\n    ```\n    # b\ufffd\ufffd"
+    assert eval_report.indented("a\n```\n# b\x00\r") == "    a\n    ```\n    # b\ufffd\ufffd"
 
 
 def test_a_model_of_another_tokenizer_is_refused(
@@ -355,5 +357,5 @@ def test_a_model_of_another_tokenizer_is_refused(
     """Would catch figures of a model that reads other ids."""
     config = ModelConfig(vocab_size=300, layers=1, heads=1, kv_heads=1, dim=8, ffn=8, context=32)
     checkpoint.save(tmp_path / "chat", {}, config, "0" * 64)
-    with pytest.raises(ValueError, match="chat: trained with the tokenizer 000000000000"):
+    with pytest.raises(ValueError, match="chat: trained with tokenizer 000000000000"):
         run(corpus, {**models, "chat": tmp_path / "chat"}, settings_with(), tmp_path)

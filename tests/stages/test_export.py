@@ -1,4 +1,4 @@
-"""The command export: files, names and shapes of both classes, and what it refuses. tests/parity holds them against PyTorch."""
+"""The command export: files, names and shapes of both classes, and refusals. tests/parity compares logits with PyTorch."""
 
 import json
 import sys
@@ -13,13 +13,13 @@ from safetensors.numpy import load_file
 
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import Engine
-from stages import export
+from stages import export, hf_format
 from stages.checkpoint import Checkpoint, save
 from stages.tokenizer import Tokenizer
 from stages.tokenizer.file_format import BYTE_ORDER, Vocabulary
-from tests.stages.scripted_engine import WORDS
+from tests.stages.scripted_engine import TOKENIZER
 
-VOCAB = WORDS.vocab_size
+VOCAB = TOKENIZER.vocab_size
 EULER = ModelConfig(VOCAB, layers=2, heads=3, kv_heads=1, dim=12, ffn=10, context=7, mtp_heads=3)
 GPT2 = replace(
     EULER,
@@ -40,13 +40,13 @@ def checkpoint_of(config: ModelConfig) -> Checkpoint:
     for name, array in weights.items():
         weights[name] = np.arange(first, first + array.size, dtype=np.float32).reshape(array.shape)
         first += array.size
-    return Checkpoint(weights, config, WORDS.sha256)
+    return Checkpoint(weights, config, TOKENIZER.sha256)
 
 
 def exported(config: ModelConfig, output: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], Checkpoint]:
     """The weights and config.json that a model's export holds, and the model."""
     made = checkpoint_of(config)
-    export.export(made, WORDS, output, kind="chat")
+    export.export(made, TOKENIZER, output, kind="chat")
     return (
         load_file(output / "model.safetensors"),
         json.loads((output / "config.json").read_text(encoding="utf-8")),
@@ -112,12 +112,12 @@ def test_gpt2_parts_are_gpt2s(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocab_size", [256, 300])
 def test_padding_is_cut_whatever_there_is_of_it(vocab_size: int, tmp_path: Path) -> None:
-    """Would catch a cut of the last (padded - V) rows, which takes all of them where there is no padding."""
+    """Would catch a slice [:-padding], which removes all rows if there is no padding."""
     config = replace(EULER, vocab_size=vocab_size, tied_head=True)
     tensors, content, made = exported(config, tmp_path)
     assert tensors["model.embed_tokens.weight"].shape == (vocab_size, 12) and "lm_head.weight" not in tensors
     assert content["vocab_size"] == vocab_size and content["tie_word_embeddings"] is True
-    further = load_file(tmp_path / export.FURTHER_HEADS)["heads.weight"]
+    further = load_file(tmp_path / export.MTP_HEADS_FILE)["heads.weight"]
     assert np.array_equal(further, made.weights["head.weight"][:, :vocab_size]) and further.shape == (
         2,
         vocab_size,
@@ -125,10 +125,10 @@ def test_padding_is_cut_whatever_there_is_of_it(vocab_size: int, tmp_path: Path)
     )
 
 
-def test_further_heads_stand_beside_the_model(tmp_path: Path) -> None:
-    """Would catch head 0 among them, and heads that an earlier export left behind."""
+def test_mtp_heads_have_their_own_file(tmp_path: Path) -> None:
+    """Would catch head 0 among them, and heads that remain from an earlier export."""
     _, _, made = exported(EULER, tmp_path)
-    further = load_file(tmp_path / export.FURTHER_HEADS)["heads.weight"]
+    further = load_file(tmp_path / export.MTP_HEADS_FILE)["heads.weight"]
     assert np.array_equal(further, made.weights["head.weight"][1:, :VOCAB])
     exported(replace(EULER, mtp_heads=1), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -140,16 +140,17 @@ def test_token_ids_and_chat_template(tmp_path: Path) -> None:
     """Would catch a pad token that ends texts, an answer that never ends, and a template without a mask of the answers."""
     exported(EULER, tmp_path)
     ids = json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8"))
-    separator, end, pad = (WORDS.special[name] for name in ("<|endoftext|>", "<|end|>", "<|pad|>"))
+    separator, end, pad = (TOKENIZER.special[name] for name in ("<|endoftext|>", "<|end|>", "<|pad|>"))
     assert ids == {"eos_token_id": [separator, end], "bos_token_id": separator, "pad_token_id": pad}
-    words = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert (
-        words["pad_token"] not in (words["eos_token"], words["bos_token"]) and words["model_max_length"] == 7
+        config["pad_token"] not in (config["eos_token"], config["bos_token"])
+        and config["model_max_length"] == 7
     )
     assert (
-        "{%- generation -%}" in words["chat_template"] and "{%- endgeneration -%}" in words["chat_template"]
+        "{%- generation -%}" in config["chat_template"] and "{%- endgeneration -%}" in config["chat_template"]
     )
-    assert Tokenizer.load(tmp_path / "tokenizer.json").sha256 == WORDS.sha256
+    assert Tokenizer.load(tmp_path / "tokenizer.json").sha256 == TOKENIZER.sha256
 
 
 def test_a_tokenizer_without_chat_tokens_has_no_template() -> None:
@@ -157,13 +158,13 @@ def test_a_tokenizer_without_chat_tokens_has_no_template() -> None:
     plain = Tokenizer(
         Vocabulary([bytes([b]) for b in BYTE_ORDER], [], {}).with_special(["<|endoftext|>"], "test")
     )
-    content = export.tokenizer_config(plain, 7)
+    content = hf_format.tokenizer_config(plain, 7)
     assert "chat_template" not in content and "pad_token" not in content
-    assert export.token_ids(plain.special) == {"eos_token_id": [256], "bos_token_id": 256}
+    assert hf_format.token_ids(plain.special) == {"eos_token_id": [256], "bos_token_id": 256}
 
 
 def test_same_model_same_bytes_in_files_that_all_may_read(tmp_path: Path) -> None:
-    """Would catch dates, paths or an order of hashing in the files, and leftovers beside them."""
+    """Would catch dates, paths or hash order in the files, and leftover files."""
     for name in ("a", "b"):
         exported(EULER, tmp_path / name)
     for path in (tmp_path / "a").iterdir():
@@ -175,29 +176,29 @@ def test_same_model_same_bytes_in_files_that_all_may_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("config", "named", "nearest"),
+    ("config", "change", "closest"),
     [
-        (replace(EULER, norm="layernorm"), "model.norm: layernorm (rmsnorm)", "LlamaForCausalLM"),
-        (replace(EULER, mlp="gelu"), "model.mlp: gelu (swiglu)", "LlamaForCausalLM"),
-        (replace(EULER, bias=True), "model.bias: True (False)", "LlamaForCausalLM"),
-        (replace(EULER, position="learned"), "model.position: learned (rope)", "LlamaForCausalLM"),
-        (replace(GPT2, position="rope"), "model.position: rope (learned)", "GPT2LMHeadModel"),
-        (replace(GPT2, bias=False), "model.bias: False (True)", "GPT2LMHeadModel"),
-        (replace(GPT2, tied_head=False), "model.tied_head: False (True)", "GPT2LMHeadModel"),
-        (replace(GPT2, kv_heads=1), "model.kv_heads: 1 (model.heads = 3)", "GPT2LMHeadModel"),
+        (replace(EULER, norm="layernorm"), "model.norm=rmsnorm (is layernorm)", "LlamaForCausalLM"),
+        (replace(EULER, mlp="gelu"), "model.mlp=swiglu (is gelu)", "LlamaForCausalLM"),
+        (replace(EULER, bias=True), "model.bias=false (is true)", "LlamaForCausalLM"),
+        (replace(EULER, position="learned"), "model.position=rope (is learned)", "LlamaForCausalLM"),
+        (replace(GPT2, position="rope"), "model.position=learned (is rope)", "GPT2LMHeadModel"),
+        (replace(GPT2, bias=False), "model.bias=true (is false)", "GPT2LMHeadModel"),
+        (replace(GPT2, tied_head=False), "model.tied_head=true (is false)", "GPT2LMHeadModel"),
+        (replace(GPT2, kv_heads=1), "model.kv_heads=3 (is 1)", "GPT2LMHeadModel"),
     ],
 )
 def test_other_mixtures_are_refused(
     config: ModelConfig,
-    named: str,
-    nearest: str,
+    change: str,
+    closest: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
-    """Would catch a model that loads and writes nonsense: a part that the class computes otherwise."""
-    save(tmp_path / "model", checkpoint_of(config).weights, config, WORDS.sha256)
-    WORDS.save(tmp_path / "tokenizer.json")
+    """Would catch a model that loads but computes something else, because its class has other parts."""
+    save(tmp_path / "model", checkpoint_of(config).weights, config, TOKENIZER.sha256)
+    TOKENIZER.save(tmp_path / "tokenizer.json")
     arguments = [
         f"model={tmp_path / 'model'}",
         f"tokenizer={tmp_path / 'tokenizer.json'}",
@@ -205,25 +206,25 @@ def test_other_mixtures_are_refused(
     ]
     assert run_main(monkeypatch, "format=hf", *arguments) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: this model has no class in transformers: ") and error.count("\n") == 1
-    assert f": {named};" in error and f"the parts of {nearest}," in error
+    assert error.startswith("error: no class of transformers matches this model; ") and error.count("\n") == 1
+    assert error.endswith(f"train with {change}\n") and f"the closest is {closest}." in error
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "format: expected hf, got none; give format=hf"),
+        ([], "format: expected hf, got none; set format=hf"),
         (["format=gguf"], "format: expected hf, got gguf"),
         (["format=hf", "to=here"], "to=here: expected format=..., model=..., tokenizer=..., output=..."),
         (["format=hf", "model="], "model=: expected format=..."),
-        (["format=hf"], "no such file; `make repro` trains the models"),
+        (["format=hf"], "file not found; run `make repro`"),
     ],
 )
 def test_arguments_are_validated(
     argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Would catch an option taken for another or passed over, and a missing model told in a traceback."""
+    """Would catch an ignored option, and a traceback for a missing model."""
     monkeypatch.chdir(tmp_path)
     assert run_main(monkeypatch, *argv) == 1
     error = capsys.readouterr().err
@@ -234,14 +235,16 @@ def test_arguments_are_validated(
 # The tokenizer of a base model's export begins every text with the separator; it must stay the tokenizer of its checkpoint.
 def test_the_separator_begins_the_texts_of_a_base_model(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    for kind, first in (("base", [WORDS.special["<|endoftext|>"]]), ("chat", [])):
-        export.export(checkpoint_of(EULER), WORDS, tmp_path / kind, kind=kind)
+    for kind, first in (("base", [TOKENIZER.special["<|endoftext|>"]]), ("chat", [])):
+        export.export(checkpoint_of(EULER), TOKENIZER, tmp_path / kind, kind=kind)
         path = tmp_path / kind / "tokenizer.json"
         theirs = tokenizers.Tokenizer.from_file(str(path))
-        assert theirs.encode("some text").ids == [*first, *WORDS.encode("some text").tolist()]
-        assert theirs.encode("some text", add_special_tokens=False).ids == WORDS.encode("some text").tolist()
-        assert Tokenizer.load(path).sha256 == WORDS.sha256
-    WORDS.save(tmp_path / "tokenizer.json")
+        assert theirs.encode("some text").ids == [*first, *TOKENIZER.encode("some text").tolist()]
+        assert (
+            theirs.encode("some text", add_special_tokens=False).ids == TOKENIZER.encode("some text").tolist()
+        )
+        assert Tokenizer.load(path).sha256 == TOKENIZER.sha256
+    TOKENIZER.save(tmp_path / "tokenizer.json")
     assert (tmp_path / "chat" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
 
 
@@ -259,7 +262,7 @@ def test_the_separator_begins_the_texts_of_a_base_model(tmp_path: Path) -> None:
     ],
 )
 def test_kind_of_a_model(model: str, given: str, kind: str | None) -> None:
-    """Would catch a chat model exported with a separator in front, by a folder's name that tells nothing."""
+    """Would catch a chat model exported with a separator before texts, because its folder has another name."""
     if kind is None:
         with pytest.raises(ValueError, match=r"^kind: expected base or chat, got other$"):
             export.kind_of(model, given)

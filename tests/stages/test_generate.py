@@ -1,4 +1,4 @@
-"""The command generate: what it prints, where a text ends, and what it says when something is missing."""
+"""The command generate: its output, the end of a text, and its error messages."""
 
 import io
 import os
@@ -10,9 +10,9 @@ import pytest
 
 from stages import generate
 from stages.checkpoint import load, save
-from tests.stages.scripted_engine import CTRL_C, WORDS, ScriptedEngine, ids, write_model
+from tests.stages.scripted_engine import CTRL_C, TOKENIZER, ScriptedEngine, ScriptedModel, ids, write_model
 
-SEPARATOR = WORDS.special["<|endoftext|>"]
+SEPARATOR = TOKENIZER.special["<|endoftext|>"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,7 +27,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def scripted(monkeypatch: pytest.MonkeyPatch, *answers: list[int], context: int = 64) -> ScriptedEngine:
     """The command with an engine that writes these ids."""
     engine = ScriptedEngine(context, list(answers))
-    monkeypatch.setattr(generate, "open_model", lambda model, tokenizer, threads: (engine, WORDS))
+    monkeypatch.setattr(generate, "open_model", lambda model, tokenizer_path: ScriptedModel(engine))
     return engine
 
 
@@ -41,8 +41,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
     return 0
 
 
-# A base model knows texts only from the separator on; the prompt belongs to the text that is printed, and a special token
-# ends it without being shown.
+# The model must read the separator before the prompt. The output contains the prompt; a special token ends it and is not shown.
 def test_goes_on_with_the_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine = scripted(monkeypatch, [*ids("MEO"), SEPARATOR])
     generate.run(["--prompt", "RO", "--temperature", "0"])
@@ -56,7 +55,7 @@ def test_special_tokens_in_the_prompt_are_text(
 ) -> None:
     engine = scripted(monkeypatch, [SEPARATOR])
     generate.run(["--prompt", "<|end|>{x}%s", "--temperature", "0"])
-    assert engine.prompts[0][1:] == [WORDS.encode(letter)[0] for letter in "<|end|>{x}%s"]
+    assert engine.prompts[0][1:] == [TOKENIZER.encode(letter)[0] for letter in "<|end|>{x}%s"]
     assert capsys.readouterr().out == "<|end|>{x}%s\n"
 
 
@@ -66,7 +65,7 @@ def test_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     piped = b"\xc3\xa9\xff line\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped), encoding="ascii"))
     generate.run(["--prompt", "-", "--temperature", "0"])
-    assert engine.prompts == [[SEPARATOR, *WORDS.encode(piped).tolist()]]
+    assert engine.prompts == [[SEPARATOR, *TOKENIZER.encode(piped).tolist()]]
 
 
 # Bytes of one character come in several tokens; half of one printed early is garbage on the screen.
@@ -103,7 +102,7 @@ def test_banner_tells_model_and_seed(trained: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == first.out
 
 
-# Longer than the context: the command must go on, as it says.
+# Generation must continue when the context is full.
 def test_goes_on_beyond_the_context(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +152,7 @@ def test_arguments_are_validated(
     assert capsys.readouterr().err.startswith(f"error: {name}: expected ")
 
 
-# With drafts the text must stay the same, and what they were worth be told; a model of one head has none to offer.
+# Drafts must not change the text, and their acceptance is reported; a model with one head cannot draft.
 def test_speculative(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -177,7 +176,7 @@ def test_speculative(
         assert "tokens a pass" not in texts[0].err
 
 
-# An option that is not passed on would leave all cores to the command, whatever else runs on them.
+# --threads must reach the engine.
 def test_threads(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(monkeypatch, "--threads", "1", "--max-tokens", "1") == 0
     assert ", 1 of " in capsys.readouterr().err
@@ -185,7 +184,7 @@ def test_threads(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().err.startswith("error: runtime.threads: expected 0 (all) to ")
 
 
-# A reader that has what it wants goes, as `| head` does: nothing went wrong that there would be to say.
+# A reader that closes the pipe, as `| head` does, is not an error.
 def test_a_reader_that_goes(trained: Path) -> None:
     command = [sys.executable, "-m", "stages.generate", "--max-tokens", "500", "--temperature", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: heard at once, sections end where they may, and nothing else is cut."""
+"""Ctrl-C and SIGTERM: confirmed at once; only sections are cut."""
 
 import signal
 
@@ -24,7 +24,7 @@ def test_the_request_is_said_at_once(number: signal.Signals, said: str) -> None:
     assert signal.getsignal(number) is before
 
 
-# Would catch a long micro-step that Ctrl-C waits for, and an update of the weights that is cut in half.
+# Would catch Ctrl-C that waits for a long micro-step, and an interrupted update of the weights.
 def test_a_section_is_cut_and_nothing_else() -> None:
     with Interrupt(silent, cuts=True) as interrupt, pytest.raises(Interrupted), interrupt.section():
         signal.raise_signal(signal.SIGINT)
@@ -67,7 +67,7 @@ def test_a_second_one_stops_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-# Would catch a traceback instead of a saved step where the signal came while a line was being printed, or nobody reads it.
+# Would catch a traceback instead of a saved step, if the signal arrives while a line is printed or nobody reads the output.
 @pytest.mark.parametrize(
     "error", [RuntimeError("reentrant call inside <_io.BufferedWriter>"), BrokenPipeError()]
 )

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: right figures, small files, no terminal needed."""
+"""Display and outputs of a run: correct figures, small files, no terminal needed."""
 
 import io
 import json
@@ -10,13 +10,13 @@ from rich.console import Console
 
 from stages import metrics
 from stages.metrics import (
-    MOST_ROWS,
+    MAX_ROWS,
     LiveDisplay,
     PlainDisplay,
     Progress,
-    Record,
     Rows,
     Speed,
+    TrainingHistory,
     add_row,
     duration,
     open_display,
@@ -100,13 +100,13 @@ def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_record_survives_json(tmp_path: Path) -> None:
+def test_history_survives_json(tmp_path: Path) -> None:
     """Would catch curves that a resumed run loses or writes differently."""
-    record = Record(
+    history = TrainingHistory(
         [(1, 3.5, 4.0, 1e-3, 0.5)], [(1, 3.25, 2.5)], [(1, "\u00fc\n\u2028")], [(1, 100.0)], 1.5, [7]
     )
-    again = Record(**json.loads(json.dumps(record.to_dict())))
-    for number, each in enumerate((record, again)):
+    again = TrainingHistory(**json.loads(json.dumps(history.to_dict())))
+    for number, each in enumerate((history, again)):
         each.write_curves(tmp_path / str(number))
         each.write_samples(tmp_path / str(number) / "samples.txt")
         each.write_speed(tmp_path / str(number) / "speed.csv")
@@ -121,7 +121,7 @@ def test_record_survives_json(tmp_path: Path) -> None:
 
 
 def curve(steps: int, rows: Rows | None = None) -> Rows:
-    """A curve after so many steps, from where it stands."""
+    """Continues a curve up to a number of steps."""
     rows = [] if rows is None else rows
     for step in range(int(rows[-1][0]) + 1 if rows else 1, steps + 1):
         add_row(rows, (step, 1.0))
@@ -129,15 +129,15 @@ def curve(steps: int, rows: Rows | None = None) -> Rows:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 999, 1000, 1001, 1002, 1999, 2001, 2002, 4003, 10000])
-def test_a_curve_depends_on_the_steps_done_alone(steps: int) -> None:
+def test_a_curve_depends_only_on_the_steps_done(steps: int) -> None:
     """Would catch a CSV of a line a step, which Git keeps; a first or newest step that is not shown; and a curve that a run
     of other steps, or a resumed one, has otherwise."""
     every = 1
-    while steps // every > MOST_ROWS:
+    while steps // every > MAX_ROWS:
         every *= 2
     expected = sorted({1, steps, *range(every, steps + 1, every)})
     rows = curve(steps)
-    assert [row[0] for row in rows] == expected and len(rows) <= MOST_ROWS + 2
+    assert [row[0] for row in rows] == expected and len(rows) <= MAX_ROWS + 2
     for stop in (1, 7, 998, 1001, 1502, 2001):
         if stop < steps:
             resumed = json.loads(json.dumps(curve(stop)))

@@ -13,7 +13,7 @@ PAD, USER, ASSISTANT, END = 1, 2, 3, 4
 
 
 def rendered(lengths: list[int], seed: int = 0) -> Rendered:
-    """Conversations of given lengths (at least 3): <|user|>, text of which some is learnt, <|end|>, which is learnt.
+    """Conversations of given lengths (at least 3): <|user|>, text of which some is supervised, <|end|>, which is supervised.
 
     The text of conversation n is the numbers from 1000 n on, so that every token says where it belongs.
     """
@@ -28,7 +28,7 @@ def rendered(lengths: list[int], seed: int = 0) -> Rendered:
 
 
 def unpack(batch: Batch) -> list[list[tuple[list[int], list[bool]]]]:
-    """For each row, the (ids, supervised) of each document but the padding, read back from the batch alone."""
+    """For each row, the (ids, supervised) of each document except the padding, read back from the batch."""
     result = []
     for tokens, targets, document, weight in zip(*vars(batch).values(), strict=True):
         assert np.array_equal(targets, np.append(tokens[1:], PAD))
@@ -40,7 +40,7 @@ def unpack(batch: Batch) -> list[list[tuple[list[int], list[bool]]]]:
             (places,) = np.nonzero(document == number)
             assert not padding[places].any()
             assert np.array_equal(places, np.arange(places[0], places[-1] + 1))
-            # The weight at t is that of the token at t + 1; the first token is never learnt, nor what follows the last.
+            # The weight at t belongs to the token at t + 1; the first token is never supervised, nor the one after the last.
             assert weight[places[-1]] == 0
             row.append((tokens[places].tolist(), [False, *(weight[places[:-1]] == 1).tolist()]))
         assert not weight[padding].any()
@@ -64,12 +64,12 @@ def test_pack_places_each_once_within_the_room(lengths: list[int]) -> None:
     assert sorted(place for row in rows for place in row) == list(range(len(lengths)))
     filled = sorted(sum(lengths[place] for place in row) for row in rows)
     assert all(0 < size <= 20 for size in filled)
-    # A row is opened only where no other has room, so any two rows together hold more than one row's room.
+    # A row is opened only if no other row has room, so any two rows together hold more than one row's context.
     assert len(filled) < 2 or filled[0] + filled[1] > 20
 
 
 def test_pack_takes_the_row_with_the_least_room() -> None:
-    """Catches first-fit, which leaves more padding: 4 belongs behind 6, not behind 5, though that row came first."""
+    """Catches first-fit, which leaves more padding: 4 belongs after 6, not after 5, though that row came first."""
     assert pack([5, 6, 4, 5], 10) == [[0, 3], [1, 2]]
 
 
@@ -102,7 +102,7 @@ def test_evaluation_has_every_conversation_once(lengths: list[int], micro_batch:
             assert row == [every[member] for member in members]
             seen += members
     assert sorted(seen) == list(range(len(data)))
-    assert held_out.members(len(held_out) - 1)[0]  # no batch of padding alone
+    assert held_out.members(len(held_out) - 1)[0]  # no batch of only padding
     with pytest.raises(IndexError):
         held_out.batch(len(held_out))
 

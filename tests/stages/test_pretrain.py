@@ -1,4 +1,4 @@
-"""The stage pretrain, small and whole: right outs, right figures, the same bytes however often it was stopped."""
+"""The stage pretrain, small: correct outputs and figures, the same bytes however often it was stopped."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ Make = Callable[..., Settings]
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resume states go to the current folder, or to DVC's root where it is set."""
+    """Resume states go to the current folder, or to DVC's root if that is set."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DVC_ROOT", raising=False)
 
@@ -38,7 +38,7 @@ def run(corpus: Any, settings: Settings, name: str = "out") -> Path:
     outs = {
         out.partition(".")[0]: folder / out for out in ("checkpoint", "samples.txt", "curves", "speed.csv")
     }
-    pretrain.run(settings, tokenizer=corpus.tokenizer, shards=corpus.shards, **outs)
+    pretrain.run(settings, tokenizer_path=corpus.tokenizer, shards=corpus.shards, **outs)
     return folder
 
 
@@ -62,9 +62,9 @@ def kill() -> None:
 def test_stage_writes_model_curves_and_samples(corpus: Any, settings_with: Make) -> None:
     """Would catch an out that is missing or incomplete, a curve without its end, and a model that did not learn."""
     out = run(corpus, settings_with("pretrain.steps=40", "pretrain.val_every=20"))
-    words = Tokenizer.load(corpus.tokenizer)
-    loaded = checkpoint.load(out / "checkpoint", words.sha256)
-    assert loaded.config == settings_with().model.config(words.vocab_size)
+    tokenizer = Tokenizer.load(corpus.tokenizer)
+    loaded = checkpoint.load(out / "checkpoint", tokenizer.sha256)
+    assert loaded.config == settings_with().model.config(tokenizer.vocab_size)
     with (out / "curves" / "train.csv").open(encoding="utf-8") as file:
         train = list(csv.DictReader(file))
     with (out / "curves" / "val.csv").open(encoding="utf-8") as file:
@@ -73,7 +73,7 @@ def test_stage_writes_model_curves_and_samples(corpus: Any, settings_with: Make)
         int(row["step"]) for row in val
     ] == [20, 40]
     assert float(train[-1]["loss"]) < float(train[0]["loss"]) - 0.5
-    assert float(train[0]["loss"]) == pytest.approx(math.log(words.vocab_size), rel=0.1)
+    assert float(train[0]["loss"]) == pytest.approx(math.log(tokenizer.vocab_size), rel=0.1)
     provenance = json.loads(
         next(Path(".nanoeuler/runs").glob("pretrain-*/provenance.json")).read_text(encoding="utf-8")
     )
@@ -99,21 +99,21 @@ def test_bits_per_byte_are_those_of_every_token(corpus: Any, settings_with: Make
     model = checkpoint.load(out / "checkpoint")
     engine = Engine(model.config, Numerics(), micro_batch=1, device="cpu", threads=1, training=False)
     engine.load(model.weights)
-    words, ids = (
+    tokenizer, ids = (
         Tokenizer.load(corpus.tokenizer),
         read_shard(corpus.shards / "val_00000.bin").astype(np.int32),
     )
     nats = 0.0
     for start in range(0, len(ids) - 1, model.config.context):
         row = ids[start : start + model.config.context + 1]
-        document = np.cumsum(row[:-1] == words.special["<|endoftext|>"], dtype=np.int32)
+        document = np.cumsum(row[:-1] == tokenizer.special["<|endoftext|>"], dtype=np.int32)
         ones = np.ones(len(row) - 1, np.float32)
         nats += float(
             engine.score(Batch(row[None, :-1], row[None, 1:], document[None], ones[None])).sum(
                 dtype=np.float64
             )
         )
-    text_bytes = int(words.token_lengths[ids].sum())
+    text_bytes = int(tokenizer.token_lengths[ids].sum())
     assert told == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
 
 
@@ -142,7 +142,7 @@ def test_killed_and_resumed_gives_the_same_bytes(
 def test_only_the_same_work_is_resumed(
     corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a run that goes on from another learning rate's weights, or repeats what is done; outs of finished work
+    """Would catch a run that continues from weights of another learning rate, or repeats finished work; outs of finished work
     that come back otherwise; and its provenance overwritten by the run that only wrote the outs again."""
     first = run(corpus, settings_with(), "first")
     provenance = next(Path(".nanoeuler/runs").glob("pretrain-*/provenance.json"))
@@ -159,7 +159,7 @@ def test_only_the_same_work_is_resumed(
 def test_ctrl_c_exits_130_and_goes_on(
     corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch exit code 0 after Ctrl-C, which DVC would take for a finished stage, and `interrupted` said twice."""
+    """Would catch exit code 0 after Ctrl-C, which DVC would record as success, and `interrupted` printed twice."""
     whole = run(corpus, settings_with(), "whole")
     monkeypatch.setenv("DVC_ROOT", "elsewhere")
     stopped_at(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
@@ -183,8 +183,10 @@ def test_ctrl_c_exits_130_and_goes_on(
 def test_steps_of_a_wsd_run_can_be_raised(
     corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a trunk that differs with the steps, a longer run that is not the one from scratch, and one that goes on
-    from other data or another learning rate."""
+    """Would catch a trunk that depends on the steps, and a longer run that differs from one from scratch.
+
+    Also one that resumes after a change of the data or the learning rate.
+    """
     wsd = ("pretrain.schedule=wsd", "pretrain.cooldown_steps=2")
     more = ("pretrain.schedule=wsd", "pretrain.cooldown_steps=3", "pretrain.steps=9")
     whole = run(corpus, settings_with(*more), "whole")
@@ -192,7 +194,7 @@ def test_steps_of_a_wsd_run_can_be_raised(
     run(corpus, settings_with(*wsd), "short")
     capsys.readouterr()
     longer = run(corpus, settings_with(*more), "long")
-    assert "goes on from step 4 of an earlier run of 6 steps" in capsys.readouterr().out
+    assert "resumed at step 4 of an earlier run of 6 steps" in capsys.readouterr().out
     assert outs(longer) == outs(whole)
     run(corpus, settings_with(*more, "pretrain.lr=0.001"), "other")
     run(corpus, settings_with(), "cosine")
@@ -205,7 +207,7 @@ def test_steps_of_a_wsd_run_can_be_raised(
 
 @pytest.fixture
 def first(corpus: Any, settings_with: Make) -> Path:
-    """A finished checkpoint, copied to where no stage writes."""
+    """A finished checkpoint, copied to a folder that no stage writes."""
     copytree(run(corpus, settings_with(), "base") / "checkpoint", "models/first")
     return Path("models/first")
 
@@ -239,7 +241,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     """Would catch NumPy's complaint about shapes, the same shapes under other settings, and ids that mean something else."""
     start = f"pretrain.init_from={first}"
     with pytest.raises(
-        ValueError, match=r"init_from: models/first has another model: set model.heads=2 model.ffn=24$"
+        ValueError, match=r"init_from: models/first holds another model; set model.heads=2 model.ffn=24$"
     ):
         run(corpus, settings_with(start, "model.heads=1", "model.ffn=28"))
     with pytest.raises(
@@ -253,7 +255,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     other = type(corpus)(corpus.folder, tmp_path / "tokenizer.json", corpus.shards, corpus.train, corpus.val)
     with pytest.raises(
         ValueError,
-        match=r"models/first was trained with the tokenizer .*: set train_bpe.pretrained to that model's",
+        match=r"models/first was trained with tokenizer .*; set train_bpe.pretrained to the tokenizer.json of that",
     ):
         run(other, settings_with(start))
 
@@ -264,16 +266,18 @@ def test_a_checkpoint_of_another_model_is_refused(
 def test_a_checkpoint_that_dvc_deletes_is_refused(settings_with: Make, path: str) -> None:
     """Would catch hours of training lost: DVC empties data/pretrain before the stage can read it."""
     expected = (
-        "deletes it before: .*cp -rL .* models/first"
+        "deletes it before the run. Copy it .*cp -rL .* models/first"
         if path
-        else "expected a checkpoint's folder, or conf/none"
+        else "expected the folder of a checkpoint, or conf/none"
     )
     with pytest.raises(ValueError, match=f"^pretrain.init_from: .*{expected}"):
         settings_with(f"pretrain.init_from='{path}'")
     assert settings_with("pretrain.init_from=data/pretrained").pretrain.initial == Path("data/pretrained")
 
 
-def test_plan_is_printed_alone(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_plan_is_printed(
+    corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Would catch a plan that trains, or writes something that DVC would take for a result."""
     run(corpus, settings_with("runtime.plan=true"))
     printed = capsys.readouterr().out
@@ -282,7 +286,7 @@ def test_plan_is_printed_alone(corpus: Any, settings_with: Make, capsys: pytest.
 
 
 def test_muon_is_what_trains(corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch an optimizer that the engine is not told of, and a plan without the memory that it takes."""
+    """Would catch an engine with another optimizer, and a memory plan without its buffers."""
     for plan in ("true", "false"):
         run(corpus, settings_with("pretrain.optimizer=muon", f"runtime.plan={plan}"))
         printed = capsys.readouterr().out

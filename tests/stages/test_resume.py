@@ -1,4 +1,4 @@
-"""Resume states: whole or not at all, never foreign or damaged ones, and finished work kept as long as it is of use."""
+"""Resume states: written atomically, never foreign or damaged, and kept as long as they are useful."""
 
 import json
 import os
@@ -43,14 +43,14 @@ def make(work: Work, root: Path, *saved: int, finish: bool = True) -> ResumeFold
     return folder
 
 
-# Would catch moments rounded on the way, a record lost, and a disk that fills with states.
+# Would catch rounded moments, a lost history, and a disk that fills with states.
 def test_states_come_back_exactly_and_two_are_kept(tmp_path: Path) -> None:
     with ResumeFolder(WORK, tmp_path) as resume:
         assert resume.load() is None and resume.newest() is None
         for step in (5, 10, 15):
             resume.save(state(step))
         loaded = resume.load()
-        assert loaded is not None and loaded.step == 15 and loaded.record == state(15).record
+        assert loaded is not None and loaded.step == 15 and loaded.history == state(15).history
         for name, array in state(15).arrays.items():
             assert np.array_equal(loaded.arrays[name], array) and loaded.arrays[name].dtype == array.dtype
         assert steps(resume) == [10, 15]
@@ -71,12 +71,12 @@ def test_a_step_saved_again_replaces_its_state(tmp_path: Path, work: Work) -> No
     with ResumeFolder(work, tmp_path) as resume:
         for step in (5, 10):
             resume.save(state(step))
-        resume.save(replace(state(10), record={"val": [10]}))
+        resume.save(replace(state(10), history={"val": [10]}))
         loaded = resume.load()
-        assert loaded is not None and loaded.record == {"val": [10]} and steps(resume) == [5, 10]
+        assert loaded is not None and loaded.history == {"val": [10]} and steps(resume) == [5, 10]
 
 
-# Would catch training that goes on from a half-written or corrupted state or gives up while an older one is good.
+# Would catch training that resumes from a damaged state, or stops although an older one is valid.
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
 def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
     lines: list[str] = []
@@ -125,7 +125,7 @@ def test_finished_work_stays_until_other_work_of_its_stage_is_finished(tmp_path:
         assert again.finished and loaded is not None and loaded.step == 7
     assert (
         len(lines) == 2
-        and "unfinished work of other settings keeps 0 MiB" in lines[0]
+        and "unfinished runs with other settings use 0 MiB of" in lines[0]
         and "resumed at step 7" in lines[1]
     )
     with ResumeFolder(OTHER, tmp_path, lambda line: None) as other:
@@ -146,7 +146,7 @@ def test_finished_work_of_an_older_version_is_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "old").exists()
 
 
-# Would catch the state before the cool-down lost to newer ones or at the end, and others kept beside it.
+# Would catch the state before the cool-down removed for newer ones or at the end, and further states kept.
 def test_the_state_before_the_cool_down_is_kept(tmp_path: Path) -> None:
     with ResumeFolder(WSD, tmp_path) as resume:
         for step in (5, 10, 15, 17, 18, 19):
@@ -157,8 +157,8 @@ def test_the_state_before_the_cool_down_is_kept(tmp_path: Path) -> None:
         assert steps(resume) == [15, 20]
 
 
-# Would catch a longer run that repeats what is done, one that goes on from within the cool-down or from another run's state,
-# and a shorter one that begins behind its own cool-down.
+# Would catch a longer run that repeats finished work, or resumes within the cool-down or from a foreign state. Also a shorter
+# one that begins after its own cool-down.
 @pytest.mark.parametrize(
     ("work", "saved", "expected"),
     [
@@ -179,7 +179,7 @@ def test_a_run_of_another_length_goes_on_from_the_newest_common_state(
     with ResumeFolder(work, tmp_path, lines.append) as resume:
         loaded = resume.load()
         assert (loaded.step if loaded else None) == expected
-        assert (f"goes on from step {expected} of an earlier run of 20 steps" in lines[-1]) == (
+        assert (f"resumed at step {expected} of an earlier run of 20 steps" in lines[-1]) == (
             expected is not None
         )
         if loaded:  # its own states count first, from then on
@@ -189,8 +189,8 @@ def test_a_run_of_another_length_goes_on_from_the_newest_common_state(
     assert earlier.folder.exists()
 
 
-# Would catch a damaged state of an earlier run that is taken for good, and the removal of an earlier run before the longer
-# one is finished.
+# Would catch a damaged state of an earlier run that is used, and an earlier run that is removed before the longer one
+# finishes.
 def test_an_earlier_run_is_read_with_the_same_care(tmp_path: Path) -> None:
     earlier = make(WSD, tmp_path, 10, 15, 20)
     damaged = next(earlier.folder.glob("000000015-*"))
@@ -223,7 +223,7 @@ def test_a_second_run_waits_for_the_first_and_says_so(tmp_path: Path) -> None:
             time.sleep(0.01)
         order.append("first")
     thread.join(10)
-    assert order == ["first", "second"] and len(lines) == 1 and "waiting for another run" in lines[0]
+    assert order == ["first", "second"] and len(lines) == 1 and "waiting for another process" in lines[0]
 
 
 # Would catch a lock that outlives its process: after kill -9 the next run would wait for ever.
@@ -262,7 +262,7 @@ def test_fingerprint_changes_with_all_it_covers(tmp_path: Path) -> None:
     assert len({first, made("3", content="y"), made("4", lr=0.2), made("5", content="{}", index="x")}) == 4
 
 
-# Would catch two files whose names alone say which is which, and that a hash of the contents in the order of names confuses.
+# Would catch a hash of contents only, which confuses files that differ in their names.
 def test_fingerprint_holds_names(tmp_path: Path) -> None:
     found = set()
     for folder, names in (("1", ("a", "b")), ("2", ("b", "c"))):

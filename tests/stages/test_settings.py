@@ -93,9 +93,9 @@ WRONG = [
         ["<|endoftext|>", "<|tool|>"],
         "also <|pad|>, <|system|>, <|user|>, <|assistant|>, <|end|>",
     ),
-    ("train_bpe.pretrained", 3, "a path, or conf/none to take nothing"),
-    ("train_bpe.pretrained", None, "a path, or conf/none to take nothing"),
-    ("shard.pretokenized", "", "a path, or conf/none to take nothing"),
+    ("train_bpe.pretrained", 3, "a path, or conf/none for none"),
+    ("train_bpe.pretrained", None, "a path, or conf/none for none"),
+    ("shard.pretokenized", "", "a path, or conf/none for none"),
     ("shard.tokens_per_shard", 999, "1000 to 2146435071"),
     ("pretrain.seed", -1, "at least 0"),
     ("pretrain.steps", 0, "at least 1"),
@@ -138,7 +138,7 @@ WRONG = [
 ]
 
 
-# Each would otherwise surface as a traceback from deep inside a stage, or not at all.
+# Without validation each would be a traceback from inside a stage, or go unnoticed.
 @pytest.mark.parametrize(("key", "value", "expected"), WRONG)
 def test_wrong_values_are_named(key: str, value: object, expected: str) -> None:
     section, name = key.split(".")
@@ -157,16 +157,17 @@ def test_whole_numbers_are_good_for_floats() -> None:
     assert isinstance(validate(spoilt).pretrain.grad_clip, float)
 
 
-# gpt2_124m has one head, the default weights are for four: choosing the model alone has to be enough.
+# gpt2_124m has one head, the default weights are for four: choosing the model must be enough.
 def test_weights_of_absent_heads_are_cut_off() -> None:
     assert load(["model=gpt2_124m"]).pretrain.mtp_loss_weights == (1.0,)
     assert load(["model.mtp_heads=2"]).sft.mtp_loss_weights == (1.0, 0.1)
 
 
-# Ids of one vocabulary decoded with another that is as large: GPT-2's files beside a tokenizer that is learned.
+# Ids of one vocabulary decoded with another of the same size: GPT-2's shards with a tokenizer trained here.
 def test_ready_shards_need_their_tokenizer() -> None:
     with pytest.raises(
-        ValueError, match=r"train_bpe\.pretrained: expected shard\.pretokenized's tokenizer, got 'conf/none'"
+        ValueError,
+        match=r"train_bpe\.pretrained: expected the tokenizer of shard\.pretokenized, got 'conf/none'",
     ):
         load(["shard.pretokenized=fineweb"])
     settings = load(["shard.pretokenized=fineweb", "train_bpe.pretrained=gpt2"])
@@ -181,7 +182,7 @@ def test_value_overrides_edit_params_yaml(root: Path) -> None:
 
 
 # `model=NAME` on plain params.yaml would put the text over the section, as DVC's --no-hydra does.
-def test_group_overrides_compose_anew_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_group_overrides_compose_again_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
     settings = load(["model.layers=5", "model=gpt2_124m"])
     assert (settings.model.layers, settings.model.norm) == (5, "layernorm")
     said = capsys.readouterr().err
@@ -195,11 +196,13 @@ REFUSED = [
     ("pretrain.step=3", "unknown key pretrain.step; did you mean pretrain.steps"),
     ("pretrain.lr.x=3", "unknown key pretrain.lr.x"),
     ("model=gpt2_125m", "model: no file conf/model/gpt2_125m.yaml; did you mean gpt2_124m"),
+    ("model=nanoeuler", "no file conf/model/nanoeuler.yaml; it is now called model=nanoeuler_269m"),
+    ("+experiment=nanoeuler", r"nanoeuler.yaml; it is now called \+experiment=nanoeuler_269m"),
     ("+experiment=smok", "experiment: no file conf/experiment/smok.yaml; did you mean smoke"),
     ("experiment=smoke", r"use \+experiment=smoke"),
     ("model={layers: 3}", "model: no file conf/model"),
     ("pretrain.steps=1,2", "one run takes one value"),
-    ("pretrain.steps", "not key=value"),
+    ("pretrain.steps", "expected key=value"),
     ("+model.x=1", "model: unknown key 'x'"),
     ("+nothing.x=1", "params.yaml: unknown key 'nothing'"),
     ("~model.layers", "model: the key 'layers' is missing"),
@@ -217,7 +220,7 @@ def test_wrong_overrides_are_named(override: str, expected: str) -> None:
     assert "\n" not in str(error.value)
 
 
-# Hydra's message for a key that is not there, when params.yaml is written anew: it asks for a plus, which then fails.
+# Hydra's message for an unknown key asks for a plus, which then fails.
 def test_unknown_key_of_conf_is_named() -> None:
     for override in ("pretrain.step=3", "model.layer=3"):
         with pytest.raises(
@@ -291,11 +294,12 @@ def test_stage_main_hands_over_settings(
     assert "key=value" in capsys.readouterr().out
 
 
-# Two stages at once would write the same files, or one would read what the other is about to replace; one that waited while a
-# later one was started would replace what that one made. The process that holds the lock is killed, as its `dvc` may have been
+# Two stages at once would write the same files, or one would read files that the other replaces. A waiting stage must not run
+# after a later one and replace its outputs. The process that holds the lock is killed, as its `dvc` may have been
 # before: a lock that outlives it would be waited for without end.
 def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
-    held = "import sys, time; from stages.program import alone\nwith alone('shard'): print('held', flush=True); time.sleep(60)"
+    held = "import time; from stages.program import stage_lock\n"
+    held += "with stage_lock('shard'): print('held', flush=True); time.sleep(60)"
     waits = "import sys; from stages.program import stage_main; stage_main('pretrain', lambda settings: print('ran'))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -348,7 +352,7 @@ KEPT = [
 ]
 
 
-# `dvc exp run` composes conf/ anew: what `--write` had put into params.yaml alone was lost without a word.
+# `dvc exp run` composes conf/ again: overrides that `--write` had put only into params.yaml were lost silently.
 @pytest.mark.parametrize("overrides", KEPT, ids=" ".join)
 def test_kept_overrides_stay_in_every_later_composition(root: Path, overrides: list[str]) -> None:
     expected = compose(root, overrides)
@@ -375,18 +379,18 @@ def test_kept_overrides_give_way(root: Path) -> None:
     assert compose(root, []) == compose(root, ["kept=none", "sft.steps=50"])
 
 
-# After an edit in conf/ params.yaml has to be composed anew, and what is kept must not be lost by that.
+# --compose after an edit in conf/ must not lose the kept overrides.
 def test_compose_keeps_what_is_kept(root: Path) -> None:
     params.run(["--write", "pretrain.steps=3000"])
     (root / "params.yaml").write_text("model: [", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"`python -m stages\.params --compose` makes it anew"):
+    with pytest.raises(ValueError, match=r"`python -m stages\.params --compose` regenerates it"):
         params.run(["--check"])
     params.run(["--compose"])
     assert read_params(root / "params.yaml")["pretrain"]["steps"] == 3000
     params.run(["--check"])
 
 
-# A library that takes Ctrl-C for an error of its own made "error: params.yaml: ..." of it, with advice to write it anew.
+# A library that turns Ctrl-C into its own error led to "error: params.yaml: ...", with advice to regenerate it.
 @pytest.mark.parametrize("error", [ValueError("params.yaml: broken"), KeyError("sources")])
 def test_an_interrupt_that_a_library_turns_into_an_error(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -408,7 +412,7 @@ def test_an_interrupt_that_a_library_turns_into_an_error(
         signal.signal(signal.SIGINT, before)
 
 
-# Ctrl-C while a program still imports its modules was a traceback of whatever was being imported.
+# Ctrl-C while a program still imports its modules printed a traceback.
 def test_an_interrupt_while_modules_are_imported(tmp_path: Path) -> None:
     (tmp_path / "stages").symlink_to(ROOT / "stages")
     (tmp_path / "hydra").mkdir()  # imported early, in place of the library

@@ -1,4 +1,4 @@
-"""The stage sft, small and whole: it starts from the base model and learns the answers alone."""
+"""The stage sft, small: it starts from the base model, and only answers are supervised."""
 
 import csv
 import math
@@ -32,7 +32,7 @@ def base(corpus: Any, settings_with: Make, tmp_path_factory: pytest.TempPathFact
         patch.chdir(folder)
         patch.delenv("DVC_ROOT", raising=False)
         outs = {out.partition(".")[0]: folder / out for out in OUTS}
-        pretrain.run(settings_with(), tokenizer=corpus.tokenizer, shards=corpus.shards, **outs)
+        pretrain.run(settings_with(), tokenizer_path=corpus.tokenizer, shards=corpus.shards, **outs)
     return folder / "checkpoint"
 
 
@@ -48,7 +48,7 @@ def run(corpus: Any, base: Path, settings: Settings, name: str = "out", **paths:
     folder = Path(name)
     outs = {out.partition(".")[0]: folder / out for out in OUTS}
     given = {
-        "tokenizer": corpus.tokenizer,
+        "tokenizer_path": corpus.tokenizer,
         "base": base,
         "train": corpus.train,
         "val": corpus.val,
@@ -65,7 +65,7 @@ def curve(path: Path) -> list[dict[str, str]]:
 
 
 def test_starts_from_the_base_model_and_learns(corpus: Any, base: Path, settings_with: Make) -> None:
-    """Would catch fresh weights in place of the base model's, and answers that are not learnt."""
+    """Would catch random initial weights, and answers that are not trained."""
     out = run(corpus, base, settings_with("sft.steps=40", "sft.lr=0.01", "sft.val_every=40"))
     before, after = checkpoint.load(base), checkpoint.load(out / "checkpoint")
     assert after.config == before.config and after.tokenizer_sha256 == before.tokenizer_sha256
@@ -84,12 +84,12 @@ def test_validation_is_the_loss_of_the_held_out_answers(corpus: Any, base: Path,
     """
     out = run(corpus, base, settings_with())
     told = curve(out / "curves" / "val.csv")[-1]
-    model, words = checkpoint.load(out / "checkpoint"), Tokenizer.load(corpus.tokenizer)
+    model, tokenizer = checkpoint.load(out / "checkpoint"), Tokenizer.load(corpus.tokenizer)
     engine = Engine(model.config, Numerics(), micro_batch=1, device="cpu", threads=1, training=False)
     engine.load(model.weights)
     nats, targets, answer_bytes = 0.0, 0.0, 0
     for messages in read_conversations(corpus.val):
-        ids, weight = render(messages, words)
+        ids, weight = render(messages, tokenizer)
         batch = Batch(ids[None, :-1], ids[None, 1:], np.zeros((1, len(ids) - 1), np.int32), weight[None, 1:])
         nats += float(np.sum(engine.score(batch) * batch.loss_weight, dtype=np.float64))
         targets += float(weight.sum())
@@ -115,12 +115,14 @@ def test_packed_conversations_are_learnt_as_if_each_stood_alone(corpus: Any) -> 
 
     Loss sums and gradients of all heads, in float64, where only the order of sums differs between the two.
     """
-    words = Tokenizer.load(corpus.tokenizer)
-    rendered = render_all(islice(read_conversations(corpus.train), 12), words, context=64, overflow="drop")
-    config = ModelConfig(
-        words.vocab_size, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=64, mtp_heads=2
+    tokenizer = Tokenizer.load(corpus.tokenizer)
+    rendered = render_all(
+        islice(read_conversations(corpus.train), 12), tokenizer, context=64, overflow="drop"
     )
-    pad = words.special["<|pad|>"]
+    config = ModelConfig(
+        tokenizer.vocab_size, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=64, mtp_heads=2
+    )
+    pad = tokenizer.special["<|pad|>"]
     batches = SftBatches(rendered, micro_batch=1, context=64, pad_id=pad, seed=1)
     packed = [batches.batch(index) for index in range(batches.rows)]
     assert len(packed) < len(rendered) and any((batch.tokens == pad).any() for batch in packed)
@@ -149,19 +151,19 @@ def test_a_base_model_of_another_tokenizer_is_refused(
     Tokenizer.train(["another text, another vocabulary"], 256 + len(special), special).save(
         tmp_path / "tokenizer.json"
     )
-    with pytest.raises(ValueError, match="checkpoint: trained with the tokenizer"):
-        run(corpus, base, settings_with(), tokenizer=tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="checkpoint: trained with tokenizer"):
+        run(corpus, base, settings_with(), tokenizer_path=tmp_path / "tokenizer.json")
 
 
 def test_heads_of_another_model_are_refused(corpus: Any, base: Path, settings_with: Make) -> None:
     """Would catch NumPy's complaint about shapes from within the first update."""
     with pytest.raises(
-        ValueError, match=r"sft.mtp_loss_weights: .* each of the \d heads of .*, got 1: set model.mtp"
+        ValueError, match=r"sft.mtp_loss_weights: .* each of the \d MTP heads of .*, got 1; set model.mtp"
     ):
         run(corpus, base, settings_with("model.mtp_heads=1"))
 
 
-def test_plan_is_printed_alone(
+def test_only_the_plan_is_printed(
     corpus: Any, base: Path, settings_with: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Would catch a plan that trains."""
@@ -172,7 +174,7 @@ def test_plan_is_printed_alone(
 def test_muon_is_what_trains(
     corpus: Any, base: Path, settings_with: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch an optimizer that the engine is not told of, and a plan without the memory that it takes."""
+    """Would catch an engine with another optimizer, and a memory plan without its buffers."""
     for plan in ("true", "false"):
         run(corpus, base, settings_with("sft.optimizer=muon", f"runtime.plan={plan}"))
         printed = capsys.readouterr().out

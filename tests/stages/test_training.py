@@ -6,42 +6,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kernels.batch import Batch
-from kernels.config import ModelConfig, Numerics
 from kernels.engine import Engine
 from stages import training as training_module
 from stages.interrupt import Interrupt
-from stages.metrics import PlainDisplay, Record
+from stages.metrics import PlainDisplay, TrainingHistory
 from stages.resume import ResumeFolder, State, Work
-from stages.training import Outs, Task, Validation, train
+from stages.training import Outs, Task, ValidationResult, train
 from stages.training_settings import Training
-from stages.updates import held_out_nats, learning_rate, train_step
-
-CONFIG = ModelConfig(vocab_size=40, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=12, mtp_heads=2)
-SETTINGS = Training(
-    seed=1, steps=10, micro_batch=3, grad_accum_steps=2, optimizer="adamw", schedule="cosine", lr=1e-2, min_lr=0.0,
-    warmup_steps=2, cooldown_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip=1.0,
-    mtp_loss_weights=(1.0, 0.1),
-    val_every=4, sample_every=5, checkpoint_every=3,
-)  # fmt: skip
-
-
-def engine(rows: int = 3) -> Engine:
-    return Engine(CONFIG, Numerics(), micro_batch=rows, device="cpu", threads=1, seed=7)
-
-
-def random_batch(index: int, rows: int = 3, supervised: float = 0.5) -> Batch:
-    """Micro-batch `index`: random ids, two documents a row, and some of the targets, in each batch another share of them."""
-    rng = np.random.default_rng([11, index])
-    ids = rng.integers(0, CONFIG.vocab_size, (rows, CONFIG.context + 1), dtype=np.int32)
-    document = np.repeat(np.arange(2, dtype=np.int32), CONFIG.context // 2)[None].repeat(rows, axis=0)
-    weight = (rng.random((rows, CONFIG.context)) < supervised * rng.random() + 0.1).astype(np.float32)
-    return Batch(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]), document, weight)
+from stages.updates import Outcome, held_out_nats, train_step
+from tests.stages.small_training import CONFIG, SETTINGS, engine, random_batch
 
 
 @dataclass
@@ -62,11 +41,11 @@ class Data:
 
 
 def task(one: Engine, data: Data | None = None) -> Task:
-    def validate(interrupt: Interrupt) -> Validation:
+    def validate(interrupt: Interrupt) -> ValidationResult:
         nats, targets = held_out_nats(one, interrupt.checked([random_batch(1000), random_batch(1001)]))
-        return Validation(nats / targets, nats)
+        return ValidationResult(nats / targets, nats)
 
-    return Task(data or Data(), validate, lambda seed, interrupt: f"sample {seed}")
+    return Task(data or Data(), train_step, validate, lambda seed, interrupt: f"sample {seed}")
 
 
 def work(settings: Training = SETTINGS) -> Work:
@@ -85,13 +64,13 @@ def run(
     settings: Training = SETTINGS,
     one: Engine | None = None,
     of: Task | None = None,
-) -> tuple[Engine, Record]:
+) -> tuple[Engine, TrainingHistory]:
     one = one or engine()
     with ResumeFolder(work(settings), folder / "resume") as resume:
-        record = train(
+        history = train(
             one, settings, of or task(one, data), resume=resume, display=PlainDisplay(), outs=outs(folder)
         )
-    return one, record
+    return one, history
 
 
 def same_state(a: Engine, b: Engine) -> bool:
@@ -102,9 +81,9 @@ def same_weights(a: Engine, b: Engine) -> bool:
     return np.array_equal(a.state()["parameters"], b.state()["parameters"])
 
 
-def shown(record: Record) -> tuple[object, ...]:
+def shown(history: TrainingHistory) -> tuple[object, ...]:
     """What must be the same for the same run."""
-    return tuple([tuple(row) for row in rows] for rows in (record.train, record.val, record.samples))
+    return tuple([tuple(row) for row in rows] for rows in (history.train, history.val, history.samples))
 
 
 def same_files(a: Path, b: Path) -> bool:
@@ -114,97 +93,16 @@ def same_files(a: Path, b: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("schedule", "cooldown", "expected"),
-    [
-        (
-            "cosine",
-            0,
-            {
-                0: 0.25,
-                3: 1.0,
-                4: 1.0,
-                12: 0.55,
-                19: 0.1 + 0.9 * (1 + math.cos(math.pi * 15 / 16)) / 2,
-                20: 0.1,
-            },
-        ),
-        ("wsd", 5, {0: 0.25, 3: 1.0, 15: 1.0, 16: 0.1 + 0.9 * 4 / 5, 19: 0.1 + 0.9 / 5, 20: 0.1}),
-        ("wsd", 0, {0: 0.25, 3: 1.0, 19: 1.0}),
-    ],
-)
-def test_learning_rate_at_its_corners(
-    schedule: Literal["cosine", "wsd"], cooldown: int, expected: dict[int, float]
-) -> None:
-    """Would catch a first step of learning rate 0, a peak never reached, and an end above or below min_lr."""
-    settings = replace(
-        SETTINGS, steps=20, warmup_steps=4, lr=1.0, min_lr=0.1, schedule=schedule, cooldown_steps=cooldown
-    )
-    for step, rate in expected.items():
-        assert learning_rate(step, settings) == pytest.approx(rate, rel=1e-12), step
-
-
-def test_no_warm_up_starts_at_the_peak() -> None:
-    """Would catch a division by warmup_steps = 0."""
-    assert learning_rate(0, replace(SETTINGS, warmup_steps=0)) == SETTINGS.lr
-
-
-def test_accumulation_is_one_large_batch() -> None:
-    """Would catch a mean of micro-batch means where their supervised tokens differ in number.
-
-    Float32 sums in another order differ by a few eps relative to the largest gradient; a mean of means is off by percents.
-    """
-    parts = [random_batch(index) for index in range(4)]
-    whole = Batch(
-        *(np.concatenate([getattr(part, name) for part in parts]) for name in Batch.__dataclass_fields__)
-    )
-    assert len({float(part.loss_weight.sum()) for part in parts}) > 1
-    small, large = engine(3), engine(12)
-    for one, batches in ((small, parts), (large, [whole])):
-        one.outcome = train_step(one, batches, (1.0, 0.1), lr=0.0)  # type: ignore[attr-defined]
-    a, b = small.outcome, large.outcome  # type: ignore[attr-defined]
-    assert a.loss == pytest.approx(b.loss, rel=1e-6) and a.total_loss == pytest.approx(b.total_loss, rel=1e-6)
-    assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
-    first, second = small.state()["exp_avg"], large.state()["exp_avg"]
-    assert np.max(np.abs(first - second)) <= 64 * np.finfo(np.float32).eps * np.max(
-        np.abs(second)
-    ) and np.any(second)
-
-
-def test_loss_is_head_0_and_the_total_weighs_the_heads() -> None:
-    """Would catch a reported loss that mixes the heads, or weights that enter twice."""
-    one, batches = engine(), [random_batch(0), random_batch(1)]
-    found = [one.evaluate(batch) for batch in batches]
-    nll, weight = (
-        np.concatenate([getattr(each, name) for each in found], axis=1) for name in ("nll", "weight")
-    )
-    heads = (nll * weight).sum(axis=(1, 2)) / weight.sum(axis=(1, 2))
-    outcome = train_step(one, batches, (1.0, 0.5), lr=0.0)
-    assert outcome.loss == pytest.approx(heads[0], rel=1e-5)
-    assert outcome.total_loss == pytest.approx(heads[0] + 0.5 * heads[1], rel=1e-5)
-
-
-def test_a_head_without_targets_is_left_out_and_head_0_may_not_be() -> None:
-    """Would catch 0/0 where a far head has no supervised target, and an update that silently teaches nothing."""
-    batch = random_batch(0)
-    weight = np.zeros_like(batch.loss_weight)
-    weight[:, 0] = 1  # the first target of a row is one token ahead of the first position only
-    outcome = train_step(engine(), [replace(batch, loss_weight=weight)], (1.0, 0.5), lr=0.0)
-    assert math.isfinite(outcome.grad_norm) and outcome.total_loss == outcome.loss > 0
-    with pytest.raises(ValueError, match="without a single target that counts"):
-        train_step(engine(), [replace(batch, loss_weight=np.zeros_like(weight))], (1.0, 0.5), lr=0.0)
-
-
 @pytest.mark.parametrize("killed_at", [1, 6, 19])
 def test_killed_and_resumed_is_undisturbed_bit_for_bit(tmp_path: Path, killed_at: int) -> None:
-    """Would catch moments, step count, data position, schedule, curves or samples lost on the way through a state."""
-    whole, whole_record = run(tmp_path / "whole")
+    """Would catch moments, step count, data position, schedule, curves or samples that a state loses."""
+    whole, whole_history = run(tmp_path / "whole")
     data = Data(at_index=killed_at, at="kill")
     with pytest.raises(SystemExit):
         run(tmp_path / "parts", data)
     again = Data()
-    parts, record = run(tmp_path / "parts", again)
-    assert same_state(whole, parts) and shown(record) == shown(whole_record)
+    parts, history = run(tmp_path / "parts", again)
+    assert same_state(whole, parts) and shown(history) == shown(whole_history)
     done = max(
         0, killed_at // SETTINGS.grad_accum_steps - 1
     )  # a step's batches are fetched within the step before
@@ -212,11 +110,11 @@ def test_killed_and_resumed_is_undisturbed_bit_for_bit(tmp_path: Path, killed_at
     assert again.asked == list(
         range(last_saved * SETTINGS.grad_accum_steps, SETTINGS.steps * SETTINGS.grad_accum_steps)
     )
-    assert record.resumed_at == ([last_saved] if last_saved else [])
+    assert history.resumed_at == ([last_saved] if last_saved else [])
 
 
 class Disturbed:
-    """An engine and its task that raise SIGINT once, within one of the things that the loop does."""
+    """An engine and its task that raise SIGINT once, during a given call."""
 
     def __init__(self, where: str, at: int) -> None:
         self.one, self._where, self._left = engine(), where, at
@@ -252,11 +150,13 @@ class Disturbed:
 def test_ctrl_c_saves_the_last_finished_step(
     tmp_path: Path, where: str, at: int, saved: int, cuts: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch an interrupt that waits, work lost, a step cut in half, a validation or sample left out or done twice, another
-    exit code than 130, and a state that a micro-step has changed. On a GPU the loop must come to a check first."""
+    """Would catch a slow interrupt, lost steps, an incomplete step, and a validation or sample that is missing or repeated.
+
+    Also another exit code than 130, and a state that a micro-step has changed. On a GPU the loop stops at its next check.
+    """
     if not cuts and (where, at) == ("micro_step", 10):
         saved = 5  # there is no check between the last micro-step and the update
-    whole, whole_record = run(tmp_path / "whole")
+    whole, whole_history = run(tmp_path / "whole")
     disturbed = Disturbed(where, at)
     disturbed.one.device = "cpu" if cuts else "cuda"
     before = signal.getsignal(signal.SIGINT)
@@ -265,19 +165,19 @@ def test_ctrl_c_saves_the_last_finished_step(
         run(tmp_path / "parts", one=disturbed.one, of=disturbed.task)
     lines = capsys.readouterr().out.splitlines()
     assert stopped.value.code == 130 and signal.getsignal(signal.SIGINT) is before
-    assert f"interrupted: step {saved} is saved; the same command goes on from there" == lines[-1]
+    assert f"interrupted: step {saved} is saved; the same command resumes there" == lines[-1]
     assert sum("Ctrl-C: saving" in line for line in lines) == 1
     again = Data()
-    parts, record = run(tmp_path / "parts", again)
-    assert again.asked[:1] == ([saved * 2] if saved < 10 else []) and record.resumed_at == [saved]
-    assert same_weights(whole, parts) and shown(record) == shown(whole_record)
+    parts, history = run(tmp_path / "parts", again)
+    assert again.asked[:1] == ([saved * 2] if saved < 10 else []) and history.resumed_at == [saved]
+    assert same_weights(whole, parts) and shown(history) == shown(whole_history)
     assert same_files(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_ctrl_c_in_the_first_step_has_nothing_to_save(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a state of step 0, and a traceback where there is none."""
+    """Would catch a state of step 0, and a traceback if there is none."""
     disturbed = Disturbed("micro_step", 1)
     with pytest.raises(SystemExit) as stopped:
         run(tmp_path, one=disturbed.one, of=disturbed.task)
@@ -287,7 +187,7 @@ def test_ctrl_c_in_the_first_step_has_nothing_to_save(
 
 
 def test_a_saved_step_is_not_saved_again(tmp_path: Path) -> None:
-    """Would catch a Ctrl-C right behind a checkpoint that waits for the same state to be written once more."""
+    """Would catch a Ctrl-C right after a checkpoint that writes the same state again."""
     disturbed = Disturbed("micro_step", 7)  # the first of step 4; step 3 is saved
 
     class Counting(ResumeFolder):
@@ -320,7 +220,7 @@ WSD = replace(SETTINGS, schedule="wsd")
     [
         ((6, 2), (10, 3), 4),  # from before the cool-down of the first, which ends between two checkpoints
         ((6, 0), (10, 3), 6),  # from its end, whose last validation and sample the longer run has not
-        ((6, 0), (6, 2), 3),  # another cool-down alone: the state before it is a checkpoint's
+        ((6, 0), (6, 2), 3),  # only another cool-down: the state before it is that of a checkpoint
         ((8, 4), (8, 3), 4),
         ((5, 1), (4, 0), 4),  # a shorter one
     ],
@@ -334,19 +234,19 @@ def test_a_wsd_run_of_other_steps_goes_on_as_if_from_scratch(
 ) -> None:
     """Would catch a cool-down that stays in the weights, and rows, validations or samples of the shorter run's end."""
     settings = [replace(WSD, steps=steps, cooldown_steps=cooldown) for steps, cooldown in (first, second)]
-    scratch, scratch_record = run(tmp_path / "scratch", settings=settings[1])
+    scratch, scratch_history = run(tmp_path / "scratch", settings=settings[1])
     run(tmp_path / "on", settings=settings[0])
     capsys.readouterr()
     data = Data()
-    on, record = run(tmp_path / "on", data, settings=settings[1])
-    assert f"goes on from step {begins} of an earlier run of {first[0]} steps" in capsys.readouterr().out
+    on, history = run(tmp_path / "on", data, settings=settings[1])
+    assert f"resumed at step {begins} of an earlier run of {first[0]} steps" in capsys.readouterr().out
     assert data.asked[:1] == ([begins * 2] if begins < second[0] else [])
-    assert same_weights(on, scratch) and shown(record) == shown(scratch_record)
+    assert same_weights(on, scratch) and shown(history) == shown(scratch_history)
     assert same_files(tmp_path / "on", tmp_path / "scratch")
 
 
 def test_a_cosine_run_of_other_steps_starts_over(tmp_path: Path) -> None:
-    """Would catch a longer run whose first steps had the shorter run's learning rates."""
+    """Would catch a longer run that begins with the learning rates of the shorter one."""
     run(tmp_path, settings=replace(SETTINGS, steps=6))
     data = Data()
     run(tmp_path, data)
@@ -370,13 +270,13 @@ def test_the_state_of_finished_work_is_small(tmp_path: Path) -> None:
 # --- what a run shows
 
 
-def test_seconds_are_those_of_all_sittings(tmp_path: Path) -> None:
-    """Would catch a resumed run that tells of its last sitting alone, or subtracts what came before."""
+def test_seconds_are_those_of_all_sessions(tmp_path: Path) -> None:
+    """Would catch a resumed run that counts only its last session, or subtracts earlier ones."""
     one = engine()
     for _ in range(4):
         train_step(one, [random_batch(0), random_batch(1)], (1.0, 0.1), lr=0.0)
     with ResumeFolder(work(), tmp_path / "resume") as resume:
-        resume.save(State(4, one.state(), Record(seconds=1000.0).to_dict()))
+        resume.save(State(4, one.state(), TrainingHistory(seconds=1000.0).to_dict()))
     assert 1000.0 < run(tmp_path)[1].seconds < 1100.0
 
 
@@ -410,23 +310,23 @@ def test_curves_grow_while_a_run_is_under_way(tmp_path: Path, monkeypatch: pytes
 
 def test_finished_work_is_not_repeated(tmp_path: Path) -> None:
     """Would catch training done twice when a kill comes after the last step and before DVC's lock."""
-    first, record = run(tmp_path)
+    first, history = run(tmp_path)
     again = Data()
     second, second_record = run(tmp_path, again)
-    assert again.asked == [] and same_weights(first, second) and shown(second_record) == shown(record)
+    assert again.asked == [] and same_weights(first, second) and shown(second_record) == shown(history)
 
 
 def test_validation_and_samples_do_not_disturb_training(tmp_path: Path) -> None:
     """Would catch evaluation that touches gradients, loss sums, moments or a shared random state."""
-    often, record = run(tmp_path / "often", settings=replace(SETTINGS, val_every=1, sample_every=1))
+    often, history = run(tmp_path / "often", settings=replace(SETTINGS, val_every=1, sample_every=1))
     seldom, seldom_record = run(
         tmp_path / "seldom", settings=replace(SETTINGS, val_every=100, sample_every=100)
     )
     assert same_state(often, seldom)
-    assert shown(record)[0] == shown(seldom_record)[0]
-    assert [row[0] for row in record.val] == list(range(1, 11)) and [row[0] for row in seldom_record.val] == [
-        10
-    ]
+    assert shown(history)[0] == shown(seldom_record)[0]
+    assert [row[0] for row in history.val] == list(range(1, 11)) and [
+        row[0] for row in seldom_record.val
+    ] == [10]
 
 
 def test_two_runs_are_bitwise_equal(tmp_path: Path) -> None:
@@ -434,8 +334,8 @@ def test_two_runs_are_bitwise_equal(tmp_path: Path) -> None:
     assert same_state(run(tmp_path / "a")[0], run(tmp_path / "b")[0])
 
 
-def test_a_batch_is_learnt_by_heart(tmp_path: Path) -> None:
-    """Would catch a loop that trains on something else than it reports, or steps in the wrong direction."""
+def test_a_batch_is_memorized(tmp_path: Path) -> None:
+    """Would catch a loop that reports another loss than it minimizes, or steps in the wrong direction."""
 
     class Same(Data):
         def batch(self, index: int) -> Batch:
@@ -444,15 +344,46 @@ def test_a_batch_is_learnt_by_heart(tmp_path: Path) -> None:
     settings = replace(
         SETTINGS, steps=150, grad_accum_steps=1, weight_decay=0.0, mtp_loss_weights=(1.0, 0.0), val_every=150
     )
-    _, record = run(tmp_path, Same(), replace(settings, checkpoint_every=150))
+    _, history = run(tmp_path, Same(), replace(settings, checkpoint_every=150))
     assert (
-        record.train[0][1] == pytest.approx(math.log(CONFIG.vocab_size), rel=0.1)
-        and record.train[-1][1] < 0.05
+        history.train[0][1] == pytest.approx(math.log(CONFIG.vocab_size), rel=0.1)
+        and history.train[-1][1] < 0.05
     )
 
 
+def test_a_step_may_pair_sequences_and_ask_a_frozen_model(tmp_path: Path) -> None:
+    """Would catch a loop that only takes train_step: preference training (DPO) weights each target by two models."""
+    one, frozen, beta, margins = engine(4), engine(4), 0.5, []
+    chosen = np.array([1, 0, 1, 0], np.float32)  # sequences come in pairs, the chosen one first
+
+    class Pairs(Data):
+        def batch(self, index: int) -> Batch:
+            return random_batch(0, rows=4, supervised=1.0)
+
+    def logprobs(model: Engine, batch: Batch) -> np.ndarray:
+        return -(model.score(batch) * batch.loss_weight).sum(axis=1)
+
+    def step(engine: Engine, batches: Any, weights: Any, lr: float, meanwhile: Any, section: Any) -> Outcome:
+        (batch,) = batches
+        ahead = logprobs(engine, batch) - logprobs(frozen, batch)
+        margin = ahead[0::2] - ahead[1::2]
+        pull = np.repeat(beta / (1 + np.exp(beta * margin)), 2) * np.where(chosen, 1, -1)
+        weight = (batch.loss_weight * pull[:, None]).astype(np.float32)
+        with section():
+            engine.micro_step(replace(batch, loss_weight=weight), np.array([0.5, 0.0]))
+        engine.reduce()
+        loss = float(np.log1p(np.exp(-beta * margin)).mean())
+        margins.append(float(margin.mean()))
+        return Outcome(loss, loss, float(engine.update(lr, meanwhile).grad_norm))
+
+    settings = replace(SETTINGS, steps=20, grad_accum_steps=1)
+    _, history = run(tmp_path, settings=settings, one=one, of=replace(task(one, Pairs()), step=step))
+    assert history.train[0][1] == pytest.approx(math.log(2), rel=1e-5) and history.train[-1][1] < 0.5
+    assert margins[0] == 0 and margins[-1] > 1
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    """Would catch a run that goes on with NaN, saves it over the last good state, or doesn't say where to look."""
+    """Would catch a run that continues with NaN, saves it over the last good state, or names no cause."""
     one = engine()
 
     class Poisoned(Data):
@@ -487,7 +418,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    """Would catch a checkpoint, or a state called good, of weights that the last update itself made infinite."""
+    """Would catch a checkpoint or a state whose weights the last update made infinite."""
     one = engine()
     update = one.update
 

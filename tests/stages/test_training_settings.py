@@ -1,17 +1,18 @@
-"""The sections pretrain and sft: numbers that no run can have are refused where they are set."""
+"""The sections of training stages: impossible numbers are refused."""
 
 from collections.abc import Callable
 
 import pytest
 
 from stages.settings import Settings
+from stages.trained_stages import TRAINED_STAGES
 
 Make = Callable[..., Settings]
 COUNTS = ("steps", "micro_batch", "grad_accum_steps", "val_every", "sample_every", "checkpoint_every")
 
 
 # Would catch a number that no memory plan, step count or file name can hold, and a limit that refuses what they can.
-@pytest.mark.parametrize("section", ["pretrain", "sft"])
+@pytest.mark.parametrize("section", [stage.name for stage in TRAINED_STAGES])
 @pytest.mark.parametrize("key", COUNTS)
 def test_counts_have_an_upper_bound(settings_with: Make, section: str, key: str) -> None:
     for value in (2**31, 10**22):
