@@ -257,7 +257,7 @@ def test_half_written_by_dvc_is_named_and_can_be_deleted(
 def test_plots_and_dag(repo: Copy) -> None:
     repo.dvc("plots", "show")
     page = (repo.root / "dvc_plots" / "index.html").read_text(encoding="utf-8")
-    for title in ("nats per token", "bits a byte", "learning rate", "tokens a second"):
+    for title in ("nats per token", "bits per byte", "learning rate", "tokens per second"):
         assert title in page
     assert all(stage in repo.dvc("dag") for stage in STAGES)
     assert repo.git("status", "--porcelain") == ""
