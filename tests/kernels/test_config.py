@@ -78,9 +78,9 @@ def test_frozen() -> None:
         ({"precision": "fp16"}, r"^numerics\.precision: expected one of fp32, tf32, bf16, fp8, got 'fp16'$"),
         (
             {"precision": "fp8", "matmul": "custom"},
-            r"^numerics\.matmul: fp8 has .* alone, got custom; set it to cublaslt$",
+            r"^numerics\.matmul: expected cublaslt with precision fp8, got custom; set it to cublaslt$",
         ),
-        ({"precision": "fp8", "recompute": "mlp"}, r"^numerics\.recompute: fp8 keeps .* set it to none$"),
+        ({"precision": "fp8", "recompute": "mlp"}, r"^numerics\.recompute: expected none with precision fp8, .*; set it to none$"),
         ({"recompute": "all"}, r"^numerics\.recompute: expected one of none, mlp, got 'all'$"),
     ],
 )

@@ -312,7 +312,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = CudaOps(Numerics(precision="fp8"))
     assert (ops.precision, ops.storage) == ("bf16", BF16)
     with pytest.raises(
-        ValueError, match=r"^numerics\.precision: fp8 takes .* whose widths 16 divides .*, one is \d+; "
+        ValueError, match=r"^numerics\.precision: fp8 needs .* multiples of 16 .*, one is \d+; "
     ):
         ops.workspace_bytes(MODELS["gpt2"], 99)
     whole = ModelConfig(

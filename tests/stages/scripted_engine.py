@@ -47,6 +47,7 @@ class ScriptedEngine:
     micro_batch: int = 1
 
     def __post_init__(self) -> None:
+        self.decoder = self  # it draws the script
         self.config = ModelConfig(TOKENIZER.vocab_size, 1, 1, 1, 4, 4, self.context)
         self._rest: list[int] = []
         self._begins = False

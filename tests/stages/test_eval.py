@@ -285,6 +285,10 @@ class Writer:
         ModelConfig(vocab_size=64, layers=1, heads=1, kv_heads=1, dim=8, ffn=8, context=16),
     )
 
+    @property
+    def decoder(self) -> "Writer":
+        return self
+
     def cache(self, batch: int = 1) -> Any:
         return SimpleNamespace(truncate=lambda length: None)
 
