@@ -41,8 +41,9 @@ crash-test: .venv/ready  ## kill a small pipeline 100 times at random and compar
 chat: .venv/ready  ## chat with the model of the last run
 	$(BIN)/python -m stages.chat
 
-figures: .venv/ready  ## draw the figures of README and docs from the curves of the last run
+figures: .venv/ready  ## regenerate the figures of README and docs, and docs/ops.md
 	$(BIN)/python -m docs.figures
+	$(BIN)/python -m docs.ops
 
 lint: .venv/ready  ## check style, types, and that params.yaml is the composition of conf/
 	$(BIN)/ruff check .

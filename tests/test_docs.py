@@ -46,3 +46,17 @@ def test_commands_name_what_there_is(page: Path) -> None:
     keys = flat(read_params(ROOT / "params.yaml"))
     for key in re.findall(r"-S '?\+?([a-z_.0-9]+)=", text):
         assert key in keys or (ROOT / "conf" / key).is_dir(), key
+
+
+# A table of operations that lacks a new one, or links to files that have moved.
+def test_the_table_of_operations_is_current() -> None:
+    from docs.ops import page
+
+    assert (ROOT / "docs" / "ops.md").read_text(encoding="utf-8") == page(), "run python -m docs.ops"
+
+
+# A link to a page or file that is not there.
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"

@@ -80,7 +80,10 @@ def test_frozen() -> None:
             {"precision": "fp8", "matmul": "custom"},
             r"^numerics\.matmul: expected cublaslt with precision fp8, got custom; set it to cublaslt$",
         ),
-        ({"precision": "fp8", "recompute": "mlp"}, r"^numerics\.recompute: expected none with precision fp8, .*; set it to none$"),
+        (
+            {"precision": "fp8", "recompute": "mlp"},
+            r"^numerics\.recompute: expected none with precision fp8, .*; set it to none$",
+        ),
         ({"recompute": "all"}, r"^numerics\.recompute: expected one of none, mlp, got 'all'$"),
     ],
 )
