@@ -65,13 +65,11 @@ class Engine:
             training,
             self.ops.name,
         )
-        self._optimizer = optimizer or AdamW()
+        self._optimizer = optimizer = optimizer or AdamW()
         self._table, self._step = parameter_table(config), 0
         # Whether the next micro-batch is its update's first: it overwrites the weight gradients of linear layers.
         self._is_first_micro_step = True
-        self._plan = plan(
-            config, numerics, micro_batch, self.ops, training=training, optimizer=self._optimizer
-        )
+        self._plan = plan(config, numerics, micro_batch, self.ops, training=training, optimizer=optimizer)
         check_fits(self._plan, micro_batch, self.ops.memory_bytes())
         self._arena = Arena(self._plan, self.ops.allocate(plan_bytes(self._plan)))
         self._graphs = self.ops.new_graphs()
@@ -81,18 +79,8 @@ class Engine:
         compute = named(self._arena.whole("weights"), self._table) if has_copy else self._parameters
         fp8 = self.ops.fp8 if training else None
         self._fp8_weights = fp8_weights(fp8, self._arena, self._table, compute) if fp8 else {}
-        self._model = Transformer(
-            Tensors(
-                config,
-                numerics,
-                self.ops,
-                self._arena,
-                compute,
-                self._parameters,
-                self._fp8_weights,
-                self._grads,
-            )
-        )
+        arrays = compute, self._parameters, self._fp8_weights, self._grads
+        self._model = Transformer(Tensors(config, numerics, self.ops, self._arena, *arrays))
         self.decoder = Decoder(self._model, self._arena)
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.whole("workspace"))
@@ -119,9 +107,8 @@ class Engine:
         """
         expected = {p.name: p.shape for p in self._table}
         for name in expected.keys() ^ weights.keys():
-            raise ValueError(
-                f"weights: {name} is {'missing' if name in expected else 'unknown to this model'}"
-            )
+            problem = "missing" if name in expected else "unknown to this model"
+            raise ValueError(f"weights: {name} is {problem}")
         for name, shape in expected.items():
             if weights[name].shape != shape:
                 raise ValueError(f"weights: {name} expected shape {shape}, got {weights[name].shape}")
