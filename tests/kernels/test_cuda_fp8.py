@@ -70,18 +70,18 @@ def test_cast(rows: int, columns: int, more: int) -> None:
         np.zeros((), np.float32),
     )
     for factor in (None, 1.0, 0.01, 1e6):  # measured; used as it is; beyond the largest; most too small
-        most = np.array(
+        amax = np.array(
             7 if factor is None else 2**30, np.int32
         )  # what is there: less than the largest; more
         if factor is not None:
             scale[...] *= factor
-        noted = on_gpu(device, most, np.int32)
-        cpu.fp8(out, transposed, scale, most, inp, measure=factor is None)
+        noted = on_gpu(device, amax, np.int32)
+        cpu.fp8(out, transposed, scale, amax, inp, measure=factor is None)
         to = {"out": memory(device, inp.shape), "transposed": memory(device, (columns, pitch))}
         of_gpu = on_gpu(device, np.array(np.nan if factor is None else scale, np.float32), FLOAT)
         fp8(device, to["out"], to["transposed"], of_gpu, noted, source, measure=factor is None)
-        got = {name: device.download(array) for name, array in {**to, "scale": of_gpu, "most": noted}.items()}
-        assert_same_bits(got, {"out": out, "transposed": transposed, "scale": scale, "most": most})
+        got = {name: device.download(array) for name, array in {**to, "scale": of_gpu, "amax": noted}.items()}
+        assert_same_bits(got, {"out": out, "transposed": transposed, "scale": scale, "amax": amax})
     assert not device.download(device.block_counters).any()
 
 
@@ -93,14 +93,14 @@ def test_what_is_not_finite(wrong: float) -> None:
     inp[20, 30] = wrong
     to = memory(device, inp.shape), memory(device, (48, 48))
     scale = on_gpu(device, np.zeros((), np.float32), FLOAT)
-    source, most = on_gpu(device, inp, BF16), on_gpu(device, np.zeros((), np.int32), np.int32)
+    source, amax = on_gpu(device, inp, BF16), on_gpu(device, np.zeros((), np.int32), np.int32)
     fp8(device, *to, scale, None, source, measure=True)
     with np.errstate(invalid="ignore"):
         assert np.isnan(from_fp8(device.download(to[0])) * device.download(scale)).all()
     device.upload(scale, 1.0)
-    fp8(device, *to, scale, most, source, measure=False)
+    fp8(device, *to, scale, amax, source, measure=False)
     assert np.argwhere(np.isnan(from_fp8(device.download(to[0])))).tolist() == [[20, 30]]
-    assert not np.isfinite(device.download(most).view(np.float32))
+    assert not np.isfinite(device.download(amax).view(np.float32))
 
 
 # Scales of another product or factor, a magnitude that stays; and one that goes though the update is not applied.
@@ -112,14 +112,14 @@ def test_rescale() -> None:
         rng.random((150, 2), np.float32) * np.float32(1e-3),
     )
     magnitudes[7, 0] = 0
-    most = magnitudes.view(np.int32)
-    of_gpu, noted = on_gpu(device, scales, FLOAT), on_gpu(device, most, np.int32)
+    amax = magnitudes.view(np.int32)
+    of_gpu, noted = on_gpu(device, scales, FLOAT), on_gpu(device, amax, np.int32)
     for norm in (np.array(np.nan), np.array(2.0)):
         fp8_rescale(device, of_gpu, noted, on_gpu(device, norm, np.float64))
-        cpu.fp8_rescale(scales, most, norm)
+        cpu.fp8_rescale(scales, amax, norm)
         assert_same_bits(
-            {"scales": device.download(of_gpu), "most": device.download(noted)},
-            {"scales": scales, "most": most},
+            {"scales": device.download(of_gpu), "amax": device.download(noted)},
+            {"scales": scales, "amax": amax},
         )
 
 
@@ -165,7 +165,7 @@ def handle(device: Device, weight: Array) -> Fp8Weight:
     saved = memory(device, (weight.shape[1] * 512,))
     numbers = {
         "scales": on_gpu(device, np.full((3, 4), np.nan), FLOAT),
-        "most": on_gpu(device, np.zeros(2, np.int32), np.int32),
+        "amax": on_gpu(device, np.zeros(2, np.int32), np.int32),
     }
     found = fp8_weight(device, on_gpu(device, weight, BF16), *casts, saved, **numbers)
     cast_weight(device, found)
