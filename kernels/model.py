@@ -19,6 +19,9 @@ from kernels.parts.tensors import Tensors
 
 Array = np.ndarray[Any, Any]
 
+# The buffer of the residual stream that each norm reads.
+STREAM_OF = {"norm1": "residual1", "norm2": "residual2", "norm": "residual"}
+
 
 class Transformer:
     """Forward and backward passes over `tensors`; holds no memory of its own."""
@@ -59,7 +62,7 @@ class Transformer:
         )
         for i in range(c.layers):
             block = f"blocks.{i}."
-            norm1 = self._norm_forward(f"{block}norm1", i, residual, branch, biased)
+            norm1 = self._norm_forward(block, "norm1", i, residual, branch, biased)
             residual = t.arena.rows("residual1", rows, i)
             qkv = t.arena.rows("qkv", rows, i)
             ops.matmul_forward(qkv, norm1, t.weight(f"{block}qkv", training=training), t.bias(f"{block}qkv"))
@@ -73,11 +76,11 @@ class Transformer:
                 assert cached_length is not None
                 ops.decode_attention_forward(out, qkv, cache.keys[i], cache.values[i], cached_length)
             ops.matmul_forward(branch, attended, t.weight(f"{block}proj", training=training))
-            norm2 = self._norm_forward(f"{block}norm2", i, residual, branch, f"{block}proj")
+            norm2 = self._norm_forward(block, "norm2", i, residual, branch, f"{block}proj")
             residual = t.arena.rows("residual2", rows, i)
             self._mlp.forward(t, block, i, branch, norm2, training=training)
             biased = f"{block}down"
-        return self._norm_forward("norm", 0, residual, branch, biased)
+        return self._norm_forward("", "norm", 0, residual, branch, biased)
 
     def backward(self, dnorm: Array, tokens: Array, start: Array, *, accumulate: bool) -> None:
         """Add the gradient of every parameter, from the gradient of forward's result; dnorm is overwritten.
@@ -88,12 +91,12 @@ class Transformer:
         ops, rows = t.ops, batch * length
         dresidual, dattended, dqkv = (t.arena.rows(name, rows) for name in ("dresidual", "dattended", "dqkv"))
         dqkv_heads = dqkv.reshape(batch, length, c.qkv_heads, c.head_dim)
-        self._norm_backward("norm", 0, dresidual, None, dnorm, f"blocks.{c.layers - 1}.down")
+        self._norm_backward("", "norm", 0, dresidual, None, dnorm, f"blocks.{c.layers - 1}.down")
         for i in reversed(range(c.layers)):
             block = f"blocks.{i}."
             norm1, norm2, attended = (t.arena.rows(name, rows, i) for name in ("norm1", "norm2", "attended"))
             self._mlp.backward(t, block, i, dnorm, dresidual, norm2, accumulate=accumulate)
-            self._norm_backward(f"{block}norm2", i, dresidual, dresidual, dnorm, f"{block}proj")
+            self._norm_backward(block, "norm2", i, dresidual, dresidual, dnorm, f"{block}proj")
             t.matmul_backward(f"{block}proj", dattended, dresidual, attended, accumulate=accumulate)
             shape = batch, length, c.heads, c.head_dim
             ops.attention_backward(
@@ -108,7 +111,7 @@ class Transformer:
             self._position.backward(t, f"{block}qkv", dqkv_heads, start, self._rope_table)
             t.matmul_backward(f"{block}qkv", dnorm, dqkv, norm1, accumulate=accumulate)
             biased = f"blocks.{i - 1}.down" if i else None
-            self._norm_backward(f"{block}norm1", i, dresidual, dresidual, dnorm, biased)
+            self._norm_backward(block, "norm1", i, dresidual, dresidual, dnorm, biased)
         ops.embedding_backward(t.grads["tok.weight"], t.grads.get("pos.weight"), dresidual, tokens, start)
 
     def decode_step(
@@ -151,37 +154,44 @@ class Transformer:
             return tensors["tok.weight"] if k == 0 else tensors["head.weight"][k - 1]
         return tensors["head.weight"][k]
 
-    def _norm_buffers(self, name: str, layer: int, rows: int) -> tuple[Array, Array, list[Array]]:
+    def _norm_buffers(self, norm: str, layer: int, rows: int) -> tuple[Array, Array, list[Array]]:
         """The stream that a norm reads, its output, and its saved statistics."""
-        buffer = name.rpartition(".")[2]
-        stream = {"norm1": "residual1", "norm2": "residual2", "norm": "residual"}[buffer]
         arena = self.tensors.arena
-        saved = [arena.rows(f"{buffer}_{statistic}", rows, layer) for statistic in self._norm.statistics]
-        return arena.rows(stream, rows, layer), arena.rows(buffer, rows, layer), saved
+        saved = [arena.rows(f"{norm}_{statistic}", rows, layer) for statistic in self._norm.statistics]
+        return arena.rows(STREAM_OF[norm], rows, layer), arena.rows(norm, rows, layer), saved
 
     def _norm_weights(self, tensors: Mapping[str, Array], name: str) -> list[Array]:
         return [tensors[f"{name}.{kind}"] for kind in self._norm.parameters]
 
     def _norm_forward(
-        self, name: str, layer: int, residual: Array, branch: Array, biased: str | None
+        self, block: str, norm: str, layer: int, residual: Array, branch: Array, biased: str | None
     ) -> Array:
         """norm(residual), or norm(residual + branch + the bias of the linear layer `biased`); the sum is the new stream."""
-        t, weights = self.tensors, self._norm_weights(self.tensors.master_weights, name)
-        stream, out, saved = self._norm_buffers(name, layer, residual.shape[0])
+        t, weights = self.tensors, self._norm_weights(self.tensors.master_weights, block + norm)
+        stream, out, saved = self._norm_buffers(norm, layer, residual.shape[0])
         if biased is None:
-            self._norm.forward(t.ops, out, saved, residual, weights, self.config.norm_eps)
+            self._norm.forward(t.ops)(out, *saved, residual, *weights, eps=self.config.norm_eps)
         else:
-            bias = t.master_weights.get(f"{biased}.bias")
-            self._norm.residual_forward(
-                t.ops, stream, out, saved, residual, branch, bias, weights, self.config.norm_eps
-            )
+            bias, forward = t.master_weights.get(f"{biased}.bias"), self._norm.residual_forward(t.ops)
+            forward(stream, out, *saved, residual, branch, bias, *weights, eps=self.config.norm_eps)
         return out
 
     def _norm_backward(
-        self, name: str, layer: int, dinp: Array, dresidual: Array | None, dout: Array, biased: str | None
+        self,
+        block: str,
+        norm: str,
+        layer: int,
+        dinp: Array,
+        dresidual: Array | None,
+        dout: Array,
+        biased: str | None,
     ) -> None:
         """The gradient of the stream that the norm read, dresidual added, and of the bias that was added to it."""
-        t, (stream, _, saved) = self.tensors, self._norm_buffers(name, layer, dout.shape[0])
-        dweights, weight = self._norm_weights(t.grads, name), t.master_weights[f"{name}.weight"]
+        t, (stream, _, saved) = self.tensors, self._norm_buffers(norm, layer, dout.shape[0])
+        dweights, weight = (
+            self._norm_weights(t.grads, block + norm),
+            t.master_weights[f"{block}{norm}.weight"],
+        )
         dbias = None if biased is None else t.grads.get(f"{biased}.bias")
-        self._norm.residual_backward(t.ops, dinp, dweights, dbias, dresidual, dout, stream, weight, saved)
+        backward = self._norm.residual_backward(t.ops)
+        backward(dinp, *dweights, dbias, dresidual, dout, stream, weight, *saved)

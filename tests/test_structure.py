@@ -310,7 +310,7 @@ def cuda_functions(lines: list[str]) -> Iterator[tuple[int, int]]:
             first = number
         if line == "}" and first is not None:
             yield first, number
-        if line.startswith("}") or line.endswith(";") and not line.startswith(" "):
+        if line.startswith("}") or (line.endswith(";") and not line.startswith(" ")):
             first = None
 
 

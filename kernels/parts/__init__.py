@@ -2,15 +2,15 @@
 
 An entry names its parameters and buffers, and writes its forward and backward pass over the device's operations. Decoding
 through a KV cache runs the same forward pass. `one_launch` says whether the one-launch kernel (decode_step.cu) computes the
-part, too. A new part is a class, a line in its registry here, and its name in kernels/config.py.
+part, too. A new part is an entry, a line in its registry here, and its name in kernels/config.py.
 """
 
 from kernels.config import ModelConfig
 from kernels.parts.mlps import Gelu, Mlp, Swiglu
-from kernels.parts.norms import LayerNorm, Norm, RmsNorm
+from kernels.parts.norms import LAYERNORM, RMSNORM, Norm
 from kernels.parts.positions import Learned, Position, Rope
 
-NORMS: dict[str, Norm] = {"rmsnorm": RmsNorm(), "layernorm": LayerNorm()}
+NORMS: dict[str, Norm] = {"rmsnorm": RMSNORM, "layernorm": LAYERNORM}
 POSITIONS: dict[str, Position] = {"rope": Rope(), "learned": Learned()}
 MLPS: dict[str, Mlp] = {"swiglu": Swiglu(), "gelu": Gelu()}
 
