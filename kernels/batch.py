@@ -115,7 +115,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class HeadScores:
     """What each prediction head makes of a batch.
 
     Args:

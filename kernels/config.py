@@ -2,7 +2,7 @@
 
 An architecture is a choice of parts, not a class. GPT-2 is layernorm + learned + gelu + bias + tied head. The
 euler models are rmsnorm + rope + swiglu + grouped key/value heads + several prediction heads. Any mixture trains
-as well. What a part does is its entry in kernels/parts.py.
+as well. What a part does is its entry in kernels/parts/.
 """
 
 from dataclasses import asdict, dataclass

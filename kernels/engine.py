@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.arena import Arena, plan_bytes
-from kernels.batch import Batch, Evaluation, Update, head_targets, validate_batch
+from kernels.batch import Batch, HeadScores, Update, head_targets, validate_batch
 from kernels.config import ModelConfig, Numerics
 from kernels.decoding import Decoder
 from kernels.devices import open_ops
@@ -196,7 +196,7 @@ class Engine:
     def reduce(self) -> None:
         """Sum gradients and losses over all ranks; one device has nothing to sum."""
 
-    def update(self, lr: float, meanwhile: Callable[[], None] = lambda: None) -> Update:
+    def update(self, lr: float, while_gpu_computes: Callable[[], None] = lambda: None) -> Update:
         """Clip the accumulated gradient and apply the optimizer once; the next micro-batch starts a new gradient.
 
         If the gradient norm is not finite, the update is skipped and the gradients are kept, so that first_nonfinite can
@@ -204,13 +204,13 @@ class Engine:
 
         Args:
             lr: the learning rate.
-            meanwhile: called while a GPU computes, before the results are waited for.
+            while_gpu_computes: called before the results are waited for.
         """
         assert not self._is_first_micro_step, "update: there is no micro-batch"
         norm, sums = self._arena.whole("grad_norm"), self._arena.whole("nll_sums")
         rate, step = self._upload("lr", np.float64(lr)), self._upload("step", np.int64(self._step + 1))
         self.ops.replay(self._graphs, "update", lambda: self._clip_and_apply(norm, rate, step))
-        meanwhile()
+        while_gpu_computes()
         update = Update(self.ops.download(sums), float(self.ops.download(norm)))
         self.ops.upload(sums, 0.0)
         self._is_first_micro_step = bool(np.isfinite(update.grad_norm))
@@ -224,7 +224,7 @@ class Engine:
             self.ops.fp8.fp8_rescale(self._arena.whole("fp8_scales"), self._arena.whole("fp8_amax"), norm)
         self._cast_fp8_weights()
 
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Batch) -> HeadScores:
         """Loss and accuracy of every prediction head; gradients and loss sums do not change."""
         return self._evaluate(batch, self.config.mtp_heads)
 
@@ -232,13 +232,13 @@ class Engine:
         """(B, T) nats of every target under head 0."""
         return self._evaluate(batch, 1).nll[0]
 
-    def _evaluate(self, batch: Batch, heads: int) -> Evaluation:
+    def _evaluate(self, batch: Batch, heads: int) -> HeadScores:
         norm = self._model.forward(*self._upload_batch(batch))
         nll, correct = (self._arena.rows(name, norm.shape[0]) for name in ("nll", "correct"))
         targets, weight = head_targets(batch, heads)
         target = self._upload("targets", targets.reshape(heads, -1))
         shape = targets.shape
-        result = Evaluation(np.empty(shape, self.ops.dtype), np.empty(shape, np.bool_), weight)
+        result = HeadScores(np.empty(shape, self.ops.dtype), np.empty(shape, np.bool_), weight)
         for k in range(heads):
             for part in self._parts(norm.shape[0]):
                 logits = self._model.head_logits(k, norm[part])

@@ -5,7 +5,7 @@ A block is two Euler steps of the residual stream x, one by attention and one by
     x <- x + attention(norm1(x))        x <- x + mlp(norm2(x))
 
 One operation adds a branch, and the bias of the linear layer that made it, to the stream and applies the next norm.
-In comments and names, rows are positions: rows = B * T. The parts are in kernels/parts.py.
+In comments and names, rows are positions: rows = B * T. The parts are in kernels/parts/.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from kernels.parts.tensors import Tensors
 
 Array = np.ndarray[Any, Any]
 
-# The buffer of the residual stream that each norm reads.
+# The buffer of the residual stream that each norm reads: before attention, before the MLP, and before the last norm.
 STREAM_OF = {"norm1": "residual1", "norm2": "residual2", "norm": "residual"}
 
 
@@ -56,13 +56,13 @@ class Transformer:
         c, t, (batch, length) = self.config, self.tensors, tokens.shape
         ops, rows = t.ops, batch * length
         residual, branch = t.arena.rows("residual1", rows), t.arena.rows("branch", rows)
-        biased = None  # the linear layer that made the branch; the next norm adds its bias
+        branch_linear = None  # the linear layer that computed the branch; the next norm adds its bias
         ops.embedding_forward(
             residual, tokens, start, t.master_weights["tok.weight"], t.master_weights.get("pos.weight")
         )
         for i in range(c.layers):
             block = f"blocks.{i}."
-            norm1 = self._norm_forward(block, "norm1", i, residual, branch, biased)
+            norm1 = self._norm_forward(block, "norm1", i, residual, branch, branch_linear)
             residual = t.arena.rows("residual1", rows, i)
             qkv = t.arena.rows("qkv", rows, i)
             ops.matmul_forward(qkv, norm1, t.weight(f"{block}qkv", training=training), t.bias(f"{block}qkv"))
@@ -79,11 +79,13 @@ class Transformer:
             norm2 = self._norm_forward(block, "norm2", i, residual, branch, f"{block}proj")
             residual = t.arena.rows("residual2", rows, i)
             self._mlp.forward(t, block, i, branch, norm2, training=training)
-            biased = f"{block}down"
-        return self._norm_forward("", "norm", 0, residual, branch, biased)
+            branch_linear = f"{block}down"
+        return self._norm_forward("", "norm", 0, residual, branch, branch_linear)
 
     def backward(self, dnorm: Array, tokens: Array, start: Array, *, accumulate: bool) -> None:
-        """Add the gradient of every parameter, from the gradient of forward's result; dnorm is overwritten.
+        """Add the gradient of every parameter, from the gradient dnorm of forward's result.
+
+        dnorm then serves as scratch: it holds the output gradient of every norm in turn.
 
         If `accumulate` is false, the weight gradients of the blocks' linear layers are overwritten instead.
         """
@@ -110,8 +112,8 @@ class Transformer:
             )
             self._position.backward(t, f"{block}qkv", dqkv_heads, start, self._rope_table)
             t.matmul_backward(f"{block}qkv", dnorm, dqkv, norm1, accumulate=accumulate)
-            biased = f"blocks.{i - 1}.down" if i else None
-            self._norm_backward(block, "norm1", i, dresidual, dresidual, dnorm, biased)
+            branch_linear = f"blocks.{i - 1}.down" if i else None
+            self._norm_backward(block, "norm1", i, dresidual, dresidual, dnorm, branch_linear)
         ops.embedding_backward(t.grads["tok.weight"], t.grads.get("pos.weight"), dresidual, tokens, start)
 
     def decode_step(
@@ -164,15 +166,15 @@ class Transformer:
         return [tensors[f"{name}.{kind}"] for kind in self._norm.parameters]
 
     def _norm_forward(
-        self, block: str, norm: str, layer: int, residual: Array, branch: Array, biased: str | None
+        self, block: str, norm: str, layer: int, residual: Array, branch: Array, branch_linear: str | None
     ) -> Array:
-        """norm(residual), or norm(residual + branch + the bias of the linear layer `biased`); the sum is the new stream."""
+        """norm(residual), or norm(residual + branch + the bias of the linear layer `branch_linear`); the sum is the new stream."""
         t, weights = self.tensors, self._norm_weights(self.tensors.master_weights, block + norm)
         stream, out, saved = self._norm_buffers(norm, layer, residual.shape[0])
-        if biased is None:
+        if branch_linear is None:
             self._norm.forward(t.ops)(out, *saved, residual, *weights, eps=self.config.norm_eps)
         else:
-            bias, forward = t.master_weights.get(f"{biased}.bias"), self._norm.residual_forward(t.ops)
+            bias, forward = t.master_weights.get(f"{branch_linear}.bias"), self._norm.residual_forward(t.ops)
             forward(stream, out, *saved, residual, branch, bias, *weights, eps=self.config.norm_eps)
         return out
 
@@ -184,7 +186,7 @@ class Transformer:
         dinp: Array,
         dresidual: Array | None,
         dout: Array,
-        biased: str | None,
+        branch_linear: str | None,
     ) -> None:
         """The gradient of the stream that the norm read, dresidual added, and of the bias that was added to it."""
         t, (stream, _, saved) = self.tensors, self._norm_buffers(norm, layer, dout.shape[0])
@@ -192,6 +194,6 @@ class Transformer:
             self._norm_weights(t.grads, block + norm),
             t.master_weights[f"{block}{norm}.weight"],
         )
-        dbias = None if biased is None else t.grads.get(f"{biased}.bias")
+        dbias = None if branch_linear is None else t.grads.get(f"{branch_linear}.bias")
         backward = self._norm.residual_backward(t.ops)
         backward(dinp, *dweights, dbias, dresidual, dout, stream, weight, *saved)

@@ -50,8 +50,9 @@ def attention_backward(
     """Gradient of attention. The probabilities are recomputed from lse.
 
         p[t, j]  = exp(s[t, j] - lse[t])           delta[t] = dout[t] . out[t]
-        ds[t, j] = p[t, j] * (dout[t] . v[j] - delta[t]) / sqrt(D)
-        dq[t] = sum_j ds[t, j] k[j]        dk[j] = sum_t ds[t, j] q[t]        dv[j] = sum_t p[t, j] dout[t]
+        ds[t, j] = p[t, j] * (dout[t] . v[j] - delta[t])
+        dq[t] = sum_j ds[t, j] k[j] / sqrt(D)        dk[j] = sum_t ds[t, j] q[t] / sqrt(D)
+        dv[j] = sum_t p[t, j] dout[t]
         dbias += sum over positions of dqkv
 
     Args:
@@ -91,17 +92,17 @@ def _copy(rows, source, scale):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _softmax(score, visible):  # type: ignore[no-untyped-def]
-    """Replace the visible scores by exp(score - row_max), the others by 0. Return row_max and the sum."""
-    row_max = score[0]
+def _softmax(block_scores, visible):  # type: ignore[no-untyped-def]
+    """Replace the visible scores by exp(block_scores - row_max), the others by 0. Return row_max and the sum."""
+    row_max = block_scores[0]
     for j in range(1, visible):
-        row_max = max(row_max, score[j])
+        row_max = max(row_max, block_scores[j])
     total = score.dtype.type(0)
     for j in range(visible):
-        weight = exp(score[j] - row_max)
-        score[j] = weight
+        weight = exp(block_scores[j] - row_max)
+        block_scores[j] = weight
         total += weight
-    score[visible:] = 0
+    block_scores[visible:] = 0
     return row_max, total
 
 
@@ -126,14 +127,17 @@ def _forward(out, lse, qkv, start, tile_width):  # type: ignore[no-untyped-def]
             for head in range(kv_head * group, (kv_head + 1) * group):
                 for first in range(begin, end, BLOCK):
                     stop = min(first + BLOCK, end)
-                    keys_seen, score = stop - begin, scores[:, : _round_up(stop - begin, tile_width)]
+                    visible_keys, block_scores = (
+                        stop - begin,
+                        scores[:, : _round_up(stop - begin, tile_width)],
+                    )
                     _copy(queries, qkv[b, first:stop, head], scale)
-                    multiply(score, queries, key_columns, False)
+                    multiply(block_scores, queries, key_columns, False)
                     for t in range(first, stop):
-                        row_max, total = _softmax(score[t - first], t + 1 - begin)
+                        row_max, total = _softmax(block_scores[t - first], t + 1 - begin)
                         lse[b, head, t] = row_max + np.log(total)
                         inv_sum[t - first] = one / total
-                    multiply(out_block, scores[:, :keys_seen], values, False)
+                    multiply(out_block, scores[:, :visible_keys], values, False)
                     for t in range(first, stop):
                         for d in range(head_dim):
                             out[b, t, head, d] = out_block[t - first, d] * inv_sum[t - first]
@@ -142,9 +146,9 @@ def _forward(out, lse, qkv, start, tile_width):  # type: ignore[no-untyped-def]
 
 @jit
 def _score_gradient(p, ds, lse, delta, visible):  # type: ignore[no-untyped-def]
-    """For one query: replace the scores by p, and dout . v by ds. Masked elements become 0.
+    """For one query, in place: p holds the scores and becomes p, ds holds dout . v and becomes ds.
 
-    ds leaves out the factor 1 / sqrt(D): q and dq carry it.
+    Masked elements become 0. The factor 1 / sqrt(D) is applied to q and to dq.
 
     In exact arithmetic sum_j p[j] (dout . v[j] - delta) is zero. If one key has nearly all the weight, the
     sum's rounding error is larger than the gradient. This error, `excess`, is the same for all keys, and is
@@ -189,8 +193,8 @@ def _backward(dqkv, dout, out, lse, qkv, start, tile_width):  # type: ignore[no-
             for head in range(kv_head * group, (kv_head + 1) * group):
                 for first in range(begin, end, BLOCK):
                     stop = min(first + BLOCK, end)
-                    count, keys_seen = stop - first, stop - begin
-                    padded_keys = _round_up(keys_seen, tile_width)
+                    count, visible_keys = stop - first, stop - begin
+                    padded_keys = _round_up(visible_keys, tile_width)
                     _copy(queries, qkv[b, first:stop, head], scale)
                     _copy(douts, dout[b, first:stop, head], one)
                     multiply(p[:, :padded_keys], queries[:, :head_dim], key_columns, False)
@@ -203,7 +207,7 @@ def _backward(dqkv, dout, out, lse, qkv, start, tile_width):  # type: ignore[no-
                         _score_gradient(
                             p[r, :padded_keys], ds[r, :padded_keys], lse[b, head, t], delta, t + 1 - begin
                         )
-                    multiply(dqueries, ds[:, :keys_seen], keys, False)
+                    multiply(dqueries, ds[:, :visible_keys], keys, False)
                     multiply(dkeys[:padded_keys], ds[:count, :padded_keys].T, queries, True)
                     multiply(dvalues[:padded_keys], p[:count, :padded_keys].T, douts, True)
                     for t in range(first, stop):

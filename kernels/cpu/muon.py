@@ -54,8 +54,8 @@ def muon(
         params, exp_avg: (layers, count, m, n), updated. Here and below the layers may lie apart in memory.
         grads:     (layers, count, m, n).
         compute_weights: (layers, count, m, n), overwritten: the weights that matmuls read. Or None.
-        x, x_next: (layers * count, m, n), scratch.
-        gram, poly: (layers * count, k, k), k = min(m, n), scratch.
+        x, x_next: (layers * count, m, n), scratch; the CPU uses the first matrix only.
+        gram, poly: (layers * count, k, k), k = min(m, n), scratch; likewise.
         grad_norm: () fp64, the norm of the gradient of all parameters.
         lr:        () fp64, the learning rate of this update.
 
