@@ -2,9 +2,8 @@
 
 A .cu file holds the kernels of one operation. The .py file of the same name launches them. Operations with
 several files have a folder: attention/, matmul/ and decode/. include/ holds shared headers. runtime/ holds
-    the code
-that all launchers use. `CudaOps` collects the operations for the model. It is also the device that they run
-on.
+the code that all launchers use. `CudaOps` collects the operations for the model. It is also the device that
+they run on.
 """
 
 import sys

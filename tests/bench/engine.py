@@ -260,8 +260,8 @@ def matmul(args: argparse.Namespace) -> dict[str, Any]:
             "dweight": (dweight, dout, inp, {"transpose_a": True, "accumulate": True}),
         }
         for kind, (out, a, b, how) in products.items():
-            product = cublaslt.product_of(out, a, b, precision="bf16", **how)
-            plan = cublaslt.plan(device, product, out, a, b)
+            shape = cublaslt.matmul_shape(out, a, b, precision="bf16", **how)
+            plan = cublaslt.plan(device, shape, out, a, b)
             works = [partial(plan.run, device, out, a, b, 0), partial(plan.run, device, out, a, b)]
             works.append(partial(multiply_custom, device, out, a, b, **how))
             times = dict(zip(("first", "best", "custom"), milliseconds(device, works), strict=True))
