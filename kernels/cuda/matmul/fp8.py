@@ -71,8 +71,8 @@ def fp8_gelu_backward(
 
 
 def _cast(
-    device: Device, function: int, out: Array, transposed: Array, scale: Array, amax: Array | None, inp: Array,
-    partial: Array | None = None, up: Array | None = None,
+    device: Device, function: int, out: Array, transposed: Array, scale: Array, amax: Array | None,
+    inp: Array, partial: Array | None = None, up: Array | None = None,
 ) -> None:  # fmt: skip
     (rows, columns), pitch = inp.shape, transposed.shape[1]
     assert columns % MULTIPLE == pitch % MULTIPLE == 0, f"fp8: {columns} columns, {pitch} transposed"

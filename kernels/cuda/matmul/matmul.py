@@ -72,7 +72,7 @@ def matmul_backward(
     add_dinp: bool = False,
     add_dweight: bool = True,
 ) -> None:
-    """See kernels/cpu/matmul.py. dweight is fp32, the rest T. dinp is rounded once, also if it accumulates."""
+    """See kernels/cpu/matmul.py. dweight is fp32, the rest T. dinp is rounded once, even if accumulated."""
     if isinstance(weight, Fp8Weight):
         assert not add_dinp
         fp8_backward(device, dinp, dweight, dout, weight, accumulate=add_dweight)

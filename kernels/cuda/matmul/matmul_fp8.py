@@ -2,9 +2,9 @@
 
 The forward pass and the input gradient read casts of the weight, made once per update. Activations and
 gradients are cast for each matmul. Their scales come from the amax values of the previous update (delayed
-scaling). That saves a pass over each array. The first update has no previous one: `device.current_scaling`
-then uses the array's own amax. cuBLASLt needs k as the contiguous extent of both FP8 operands. So transposed
-casts are stored, too.
+scaling). That saves a pass over each array. An engine's first update has no previous one:
+`device.current_scaling` then uses the array's own amax. cuBLASLt needs k as the contiguous extent of both FP8
+operands. So transposed casts are stored, too.
 """
 
 import math
@@ -88,10 +88,9 @@ def fp8_backward(
 def fp8_mlp_forward(
     device: Device, out: Any, act: Any, up: Any, inp: Any, weight: Fp8Weight, bias: Any, down: Fp8Weight
 ) -> None:
-    """matmul_gelu_forward and the next matmul, out = act @ down^T. GELU's result is cast without being
-    stored.
+    """matmul_gelu_forward and the next matmul, out = act @ down^T. act is cast without being stored.
 
-    With current scaling, act is also stored.
+    With current scaling, it is also stored.
     """
     fp8_forward(device, up, inp, weight, bias)
     _, cast = device.workspace(_CUBLASLT, (up.shape, E4M3))

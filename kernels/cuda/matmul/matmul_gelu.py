@@ -45,8 +45,8 @@ def matmul_gelu_forward(device: Device, act: Any, up: Any, inp: Any, weight: Any
     elif not few and _gelu_in_epilogue(device, act, up, bias):
         epilogue = "gelu" if bias is None else "bias gelu"
         cublaslt.multiply(
-            device, act, inp, weight, precision=device.precision, transpose_b=True, epilogue=epilogue, bias=bias,
-            aux=up,
+            device, act, inp, weight, precision=device.precision, transpose_b=True, epilogue=epilogue,
+            bias=bias, aux=up,
         )  # fmt: skip
     else:
         matmul_forward(device, up, inp, weight, bias)
