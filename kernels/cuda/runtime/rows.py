@@ -86,8 +86,9 @@ def row_scratch_bytes(device: Device, config: ModelConfig, *, sums: int) -> int:
     longest = MAX_ROW_ELEMENTS if config.dim % 8 == 0 else MAX_ROW_ELEMENTS // 2
     if config.dim > longest:
         raise ValueError(
-            f"model.dim: norms on the GPU take rows of at most {MAX_ROW_ELEMENTS}, or {MAX_ROW_ELEMENTS // 2} if not a "
-            f"multiple of 8, got {config.dim}; set it smaller, or runtime.device to cpu"
+            f"model.dim: norms on the GPU take rows of at most {MAX_ROW_ELEMENTS}, "
+            f"or {MAX_ROW_ELEMENTS // 2} if not a multiple of 8, got {config.dim}; "
+            "set it smaller, or runtime.device to cpu"
         )
     # See row_queue. A block with one long row has at least two warps.
     blocks = device.sm_count * RESIDENT_WARPS // 2
