@@ -84,7 +84,8 @@ class SpeculativeStats:
     def describe(self) -> str:
         """One line: tokens per pass and acceptance rate."""
         rate, tokens = self.accepted / max(1, self.drafted), 1 + self.accepted / max(1, self.passes)
-        return f"{tokens:.2f} tokens per pass, {self.accepted} of {self.drafted} drafted tokens ({rate:.0%}) accepted"
+        drafted = f"{self.accepted} of {self.drafted} drafted tokens ({rate:.0%}) accepted"
+        return f"{tokens:.2f} tokens per pass, {drafted}"
 
 
 def generate(
