@@ -290,7 +290,7 @@ def matmul(args: argparse.Namespace) -> dict[str, Any]:
                 for which, ms in times.items()
             }
             results[f"{name} {kind}"] = {**row, "custom_of_best": round(times["best"] / times["custom"], 3)}
-    return {"device": device.model, "precision": "bf16", "cublaslt": cublaslt.version(), "products": results}
+    return {"device": device.model, "precision": "bf16", "cublaslt": cublaslt.version(), "matmuls": results}
 
 
 def attention(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Compiles a .cu file to machine code with NVRTC. It needs two wheels, but no GPU, driver, CuPy or CUDA
-toolkit.
+"""Compiles a .cu file to machine code with NVRTC.
 
-Each kernel instance (one choice of template arguments) is compiled separately and kept in the user's cache
-folder. Its key is a hash of the .cu file, its headers, the instance, the options, the architecture and the
-compiler's version.
+That needs two wheels, but no GPU, driver, CuPy or CUDA toolkit. Each kernel instance (one choice of template
+arguments) is compiled separately and kept in the user's cache folder. Its key is a hash of the .cu file, its
+headers, the instance, the options, the architecture and the compiler's version.
 """
 
 import ctypes
