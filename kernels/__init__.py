@@ -2,7 +2,7 @@
 
 import os
 
-# How often OpenMP's threads look for the next loop before they sleep. By default they look for some milliseconds, which another
-# program on the same cores turns into a standstill; so few cost nothing even where there is none (NOTES.md). Read when the
-# first loop runs.
+# How often OpenMP's threads poll for the next loop before they sleep. By default they poll for some
+# milliseconds. If another program runs on the same cores, that stalls both. A lower number costs nothing,
+# even without another program. OpenMP reads the variable when the first loop runs.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")

@@ -1,10 +1,10 @@
-"""Text from a model: token after token, drawn from the logits that follow the keys and values in a cache.
+"""Generates text from a model: each token is sampled from the logits after the tokens in a KV cache.
 
-When the context is full, its last half is kept and read anew, and generation goes on from there; a prompt longer than the
-context is cut to that half likewise.
+When the context is full, its last half is kept and read again. Then generation continues. A prompt that is
+longer than the context is truncated to that half, too.
 
-A model whose prediction heads draft can write several tokens a pass: head k guesses the token k + 1 ahead, and one pass over
-the guesses tells how many of them head 0 draws itself.
+Speculative decoding: the MTP heads draft several tokens per pass, and head 0 verifies them. Head k guesses
+the token k + 1 ahead. The next pass reads the guesses and shows how many of them head 0 samples itself.
 """
 
 import math
@@ -18,21 +18,22 @@ from numpy.typing import NDArray
 
 from kernels.engine import Engine
 
-LEAST_TEMPERATURE = 1e-6  # logits divided by less could overflow
+MIN_TEMPERATURE = 1e-6  # logits divided by a smaller number could overflow
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn.
+    """The sampling settings.
 
     Args:
-        temperature: logits are divided by it, from 1e-6 on; 0 takes the likeliest token.
-        top_k: draws among the k likeliest tokens; 0 is off.
-        top_p: then among the fewest likeliest that have this share of the probability; 1 is off.
-        seed: of the draws; not negative.
+        temperature: divides the logits. At least 1e-6, or 0 for greedy decoding.
+        top_k: sample from the k most likely tokens. 0 is off.
+        top_p: of these, keep the fewest most likely tokens whose total probability is at least top_p. 1 is
+            off.
+        seed: of the random numbers, at least 0.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of range.
     """
 
     temperature: float = 1.0
@@ -44,8 +45,8 @@ class Sampling:
         for name, fits, expected in (
             (
                 "temperature",
-                self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf,
-                f"0 (the likeliest token) or a finite number from {LEAST_TEMPERATURE} on",
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+                f"0 (greedy decoding) or a finite number from {MIN_TEMPERATURE} on",
             ),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 (off)"),
@@ -56,17 +57,17 @@ class Sampling:
 
 
 @dataclass
-class Speculation:
-    """Drafting by the prediction heads beyond the first, and how it went: counts over all that was generated with it.
+class SpeculativeStats:
+    """Counters of speculative decoding, over all calls of `generate` that get them.
 
     Args:
-        mtp_heads: of the model.
-        passes:    of the model, the reading of prompts among them.
+        mtp_heads: number of MTP heads of the model.
+        passes:    forward passes, including prefill.
         drafted:   tokens that heads 1 .. mtp_heads - 1 guessed.
-        accepted:  those of them that were taken.
+        accepted:  drafted tokens that head 0 sampled, too.
 
     Raises:
-        ValueError: there is no head to draft with.
+        ValueError: the model has no head to draft with.
     """
 
     mtp_heads: int
@@ -81,11 +82,10 @@ class Speculation:
             )
 
     def describe(self) -> str:
-        """The counts, in a line."""
+        """One line: tokens per pass and acceptance rate."""
         rate, tokens = self.accepted / max(1, self.drafted), 1 + self.accepted / max(1, self.passes)
-        return (
-            f"{tokens:.2f} tokens a pass, {self.accepted} of {self.drafted} drafted tokens ({rate:.0%}) taken"
-        )
+        drafted = f"{self.accepted} of {self.drafted} drafted tokens ({rate:.0%}) accepted"
+        return f"{tokens:.2f} tokens per pass, {drafted}"
 
 
 def generate(
@@ -95,30 +95,32 @@ def generate(
     *,
     max_tokens: int,
     stop: Collection[int] = (),
-    banned: Collection[int] = (),
-    speculation: Speculation | None = None,
+    suppressed: Collection[int] = (),
+    speculation: SpeculativeStats | None = None,
 ) -> Iterator[int]:
-    """The ids that follow a prompt, each as soon as it is drawn.
+    """The ids that follow a prompt, each as soon as it is sampled.
 
     Args:
         engine: the model.
         prompt: ids, at least one.
-        sampling: how each is drawn.
-        max_tokens: most ids drawn, one of `stop` among them; fewer came if and only if the model ended by itself.
-        stop: ids that end it; never in the result.
-        banned: ids that are never drawn.
-        speculation: where it is given, the heads draft, and it counts. The ids stay the same, where no draw is so near to a
-            border that a product of more rows rounds it to the other side.
+        sampling: the sampling settings.
+        max_tokens: maximum number of sampled ids, including one of `stop`. Fewer are sampled only if the
+            model ends the text itself.
+        stop: ids that end the text. They are not in the result.
+        suppressed: ids that are never sampled.
+        speculation: if given, use speculative decoding and add to these counters. The ids stay the same,
+            except when rounding in a matmul with more rows changes a sample.
 
     Raises:
-        ValueError: the prompt is empty or holds an id that the model doesn't know, or max_tokens is below 1.
+        ValueError: the prompt is empty or has an unknown id, or max_tokens is below 1.
     """
-    windows, draws = _windows(engine, [prompt], max_tokens), _uniforms(sampling, 0)
+    windows, rng = _windows(engine, [prompt], max_tokens), _make_rng(sampling, 0)
     tokens: Iterator[int]
     if speculation is None:
-        tokens = (int(column[0]) for column in _columns(engine, windows, sampling, [draws], banned))
+        steps = _decode_batch(engine, windows, sampling, [rng], suppressed)
+        tokens = (int(sampled[0]) for sampled in steps)
     else:
-        tokens = _speculative(engine, windows[0], sampling, draws, banned, speculation)
+        tokens = _decode_speculative(engine, windows[0], sampling, rng, suppressed, speculation)
     return takewhile(lambda token: token not in stop, islice(tokens, max_tokens))
 
 
@@ -129,41 +131,41 @@ def generate_batch(
     *,
     max_tokens: int,
     stop: Collection[int] = (),
-    banned: Collection[int] = (),
+    suppressed: Collection[int] = (),
 ) -> list[list[int]]:
-    """The ids that follow each of many prompts, engine.micro_batch of them computed at once.
+    """The ids that follow each prompt, computed in batches of engine.micro_batch prompts.
 
-    Arguments as of `generate`. Prompts may differ in length. The draws for a prompt depend on sampling.seed and its place
-    among the prompts, not on the others; those for the first are `generate`'s.
+    Arguments as in `generate`. Prompts may differ in length. The random numbers for a prompt depend on
+    sampling.seed and the prompt's index, not on other prompts. The first prompt has the same random numbers
+    as in `generate`.
     """
     windows = _windows(engine, prompts, max_tokens)
     replies: list[list[int]] = [[] for _ in windows]
-    order = sorted(
-        range(len(windows)), key=lambda row: len(windows[row])
-    )  # rows of like length wait less for each other
+    # Prompts of similar length wait less for each other.
+    order = sorted(range(len(windows)), key=lambda index: len(windows[index]))
     for first in range(0, len(order), engine.micro_batch):
         group = order[first : first + engine.micro_batch]
-        draws = [_uniforms(sampling, row) for row in group]
-        columns = _columns(engine, [windows[row] for row in group], sampling, draws, banned)
+        rngs = [_make_rng(sampling, index) for index in group]
+        steps = _decode_batch(engine, [windows[index] for index in group], sampling, rngs, suppressed)
         running = set(group)
         while running:
-            for row, token in zip(group, next(columns).tolist(), strict=True):
-                if row not in running or token < 0:
+            for index, token in zip(group, next(steps).tolist(), strict=True):
+                if index not in running or token < 0:
                     continue
                 if token not in stop:
-                    replies[row].append(token)
-                if token in stop or len(replies[row]) == max_tokens:
-                    running.remove(row)
+                    replies[index].append(token)
+                if token in stop or len(replies[index]) == max_tokens:
+                    running.remove(index)
     return replies
 
 
-def _half(engine: Engine) -> int:
-    """Tokens kept when the context is full."""
+def _kept_tokens(engine: Engine) -> int:
+    """The number of tokens kept when the context is full."""
     return max(1, engine.config.context // 2)
 
 
 def _windows(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """The prompts, checked, as lists of at most context ids."""
+    """The checked prompts, as lists of at most context ids."""
     vocab_size, context = engine.config.vocab_size, engine.config.context
     if max_tokens < 1:
         raise ValueError(f"max_tokens: expected at least 1, got {max_tokens}")
@@ -174,80 +176,80 @@ def _windows(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) 
             raise ValueError(
                 f"prompt: expected ids 0 to {vocab_size - 1}, got {min(prompt)} to {max(prompt)}"
             )
-    return [list(prompt if len(prompt) <= context else prompt[-_half(engine) :]) for prompt in prompts]
+    return [list(prompt if len(prompt) <= context else prompt[-_kept_tokens(engine) :]) for prompt in prompts]
 
 
-def _uniforms(sampling: Sampling, row: int) -> np.random.Generator:
-    """A row's own stream of draws."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence((sampling.seed, row))))
+def _make_rng(sampling: Sampling, index: int) -> np.random.Generator:
+    """The random number generator of one prompt."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((sampling.seed, index))))
 
 
-def _columns(
+def _decode_batch(
     engine: Engine,
-    rows: list[list[int]],
+    sequences: list[list[int]],
     sampling: Sampling,
-    draws: list[np.random.Generator],
-    banned: Collection[int],
+    rngs: list[np.random.Generator],
+    suppressed: Collection[int],
 ) -> Iterator[NDArray[np.int32]]:
-    """Without end, the token (B,) drawn next for each row; -1 for a row whose prompt is still being read.
+    """Endless: the next token (B,) of each sequence, or -1 for a sequence whose prompt is not read yet.
 
-    All rows begin at position 0 and are read together, so each has as many tokens in the cache: a row with a longer prompt
-    reads on in it while the others are read what was drawn for them.
+    All sequences begin at position 0 and have the same length in the cache. While a longer prompt is still
+    being read, the shorter sequences read their sampled tokens.
     """
     settings: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
     }
-    forbidden, context = np.array(sorted(set(banned)), np.int32), engine.config.context
-    cache, read, count = engine.decoder.cache(len(rows)), 0, min(map(len, rows))
-    while len({len(row) for row in rows}) > 1:
-        due = [place for place, row in enumerate(rows) if len(row) == read + count]
-        uniform = np.zeros(len(rows))
-        uniform[due] = [draws[place].random() for place in due]
-        fed = np.array([row[read : read + count] for row in rows], np.int32)
-        drawn = engine.decoder.draw(fed, cache, uniform, forbidden, **settings)[due]
+    suppressed_ids, context = np.array(sorted(set(suppressed)), np.int32), engine.config.context
+    cache, read, count = engine.decoder.cache(len(sequences)), 0, min(map(len, sequences))
+    while len({len(sequence) for sequence in sequences}) > 1:
+        # Rows whose prompt ends with this pass, or has ended before.
+        sampled_rows = [row for row, sequence in enumerate(sequences) if len(sequence) == read + count]
+        uniform = np.zeros(len(sequences))
+        uniform[sampled_rows] = [rngs[row].random() for row in sampled_rows]
+        inputs = np.array([sequence[read : read + count] for sequence in sequences], np.int32)
+        sampled = engine.decoder.draw(inputs, cache, uniform, suppressed_ids, **settings)[sampled_rows]
         read, count = read + count, 1
-        for place, token in zip(due, drawn.tolist(), strict=True):
-            rows[place].append(token)
-        column = np.full(len(rows), -1, np.int32)
-        column[due] = drawn
-        yield column
+        for row, token in zip(sampled_rows, sampled.tolist(), strict=True):
+            sequences[row].append(token)
+        step = np.full(len(sequences), -1, np.int32)
+        step[sampled_rows] = sampled
+        yield step
     while True:
-        fed = np.array([row[read:] for row in rows], np.int32)
-        uniforms = (np.array([row.random() for row in draws]) for _ in range(len(rows[0]), context + 1))
-        for column in engine.decoder.draws(fed, cache, uniforms, forbidden, **settings):
-            for row, token in zip(rows, column.tolist(), strict=True):
-                row.append(token)
-            yield column
-        read, rows = (
-            0,
-            [row[-_half(engine) :] for row in rows],
-        )  # every prompt is shorter, so what each row ends with was drawn
+        inputs = np.array([sequence[read:] for sequence in sequences], np.int32)
+        uniforms = (np.array([rng.random() for rng in rngs]) for _ in range(len(sequences[0]), context + 1))
+        for step in engine.decoder.draws(inputs, cache, uniforms, suppressed_ids, **settings):
+            for sequence, token in zip(sequences, step.tolist(), strict=True):
+                sequence.append(token)
+            yield step
+        # Each sequence has context + 1 tokens now.
+        read, sequences = 0, [sequence[-_kept_tokens(engine) :] for sequence in sequences]
         cache.truncate(0)
 
 
-def _speculative(
+def _decode_speculative(
     engine: Engine,
-    row: list[int],
+    sequence: list[int],
     sampling: Sampling,
-    draws: np.random.Generator,
-    banned: Collection[int],
-    speculation: Speculation,
+    rng: np.random.Generator,
+    suppressed: Collection[int],
+    speculation: SpeculativeStats,
 ) -> Iterator[int]:
-    """Without end, the tokens drawn after a row, those of a pass together.
+    """Endless: the tokens sampled after a sequence. The tokens of one pass come together.
 
-    A pass reads the last token drawn, whose place in the cache is still empty, and a draft of every head for those after it; it
-    draws a token after each, at the number at which plain decoding would draw it. So the first of these is plain decoding's, and
-    as long as the drafts are what was drawn, the next. Each draft is drawn at its token's number, too, so that the two are
-    often the same where the distributions are alike.
+    A pass reads the last sampled token, which is not in the cache yet, and one draft of each MTP head. It
+    samples a token after each of them, with the same random number as plain decoding. So the first sampled
+    token equals plain decoding's. The next one does, too, if the draft before it was the sampled token. A
+    draft is sampled with the random number of its own token. So draft and token often agree if their
+    distributions are similar.
 
-    Where the context has no room for all drafts none is read, so that each token follows the window that it has without them, and
-    a GPU sees few shapes.
+    If the context has no room for all drafts, the pass reads none. So each token has the same context as in
+    plain decoding, and a GPU captures few shapes.
 
-    Source: Stern et al. 2018, arXiv:1811.03115, section 3, whose criterion is the likeliest token.
+    Source: Stern et al. 2018, arXiv:1811.03115, section 3. Their criterion is the most likely token.
     """
-    forbidden, heads = np.array(sorted(set(banned)), np.int32), engine.config.mtp_heads
+    suppressed_ids, heads = np.array(sorted(set(suppressed)), np.int32), engine.config.mtp_heads
     settings: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
@@ -255,23 +257,27 @@ def _speculative(
     }
     cache, context = engine.decoder.cache(), engine.config.context
     drafts: list[int] = []
-    uniform = np.empty(0)  # at which the tokens to come are drawn
+    uniform = np.empty(0)  # random numbers of the next tokens
     while True:
         if cache.length == context:
-            row, drafts = row[-_half(engine) :], []
+            sequence, drafts = sequence[-_kept_tokens(engine) :], []
             cache.truncate(0)
-        if len(row) + len(drafts) > context:
+        if len(sequence) + len(drafts) > context:
             drafts = []
         count = 1 + len(drafts)
-        uniform = np.append(uniform, draws.random(max(0, count + heads - 1 - len(uniform))))
-        fed = np.array([row[cache.length :] + drafts], np.int32)
-        drawn = engine.decoder.draw(fed, cache, uniform[:count], forbidden, last=count, **settings).tolist()
-        taken = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
+        uniform = np.append(uniform, rng.random(max(0, count + heads - 1 - len(uniform))))
+        inputs = np.array([sequence[cache.length :] + drafts], np.int32)
+        sampled = engine.decoder.draw(
+            inputs, cache, uniform[:count], suppressed_ids, last=count, **settings
+        ).tolist()
+        accepted = next((i for i, draft in enumerate(drafts) if draft != sampled[i]), len(drafts))
         speculation.passes += 1
         speculation.drafted += len(drafts)
-        speculation.accepted += taken
-        uniform = uniform[1 + taken :]
-        cache.truncate(len(row) + taken)
-        row = row + drawn[: 1 + taken]
-        drafts = engine.decoder.draft(taken, cache, uniform[: heads - 1], forbidden, **settings).tolist()
-        yield from drawn[: 1 + taken]
+        speculation.accepted += accepted
+        uniform = uniform[1 + accepted :]
+        cache.truncate(len(sequence) + accepted)
+        sequence = sequence + sampled[: 1 + accepted]
+        drafts = engine.decoder.draft(
+            accepted, cache, uniform[: heads - 1], suppressed_ids, **settings
+        ).tolist()
+        yield from sampled[: 1 + accepted]

@@ -1,4 +1,4 @@
-"""Where compiled kernels, timed choices and fetched files are kept between runs: the user's cache folder."""
+"""The user's cache folder. It keeps compiled kernels, timed choices and fetched files between runs."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import platformdirs
 
 
 def user_cache() -> Path:
-    """The folder of this project in the user's cache, e.g. ~/.cache/nanoeuler; the variable NANOEULER_CACHE moves it."""
+    """This project's cache folder, e.g. ~/.cache/nanoeuler. The variable NANOEULER_CACHE changes it."""
     return Path(
         os.environ.get("NANOEULER_CACHE") or platformdirs.user_cache_path("nanoeuler", appauthor=False)
     )
@@ -17,9 +17,9 @@ def user_cache() -> Path:
 
 @cache
 def say_not_kept(reason: str) -> None:
-    """Says, once a reason, that the folder takes nothing more. What was made is used, and made anew by the next run."""
+    """Print once per reason that the folder cannot store compiled code. This run still uses the code."""
     print(
-        f"note: {user_cache()} cannot keep what was compiled: {reason}; the next run compiles it again; make room there or set "
-        "NANOEULER_CACHE to another folder",
+        f"note: {user_cache()} cannot store compiled code: {reason}; the next run compiles it again; "
+        "free some space there or set NANOEULER_CACHE to another folder",
         file=sys.stderr,
     )

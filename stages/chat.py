@@ -19,7 +19,7 @@ from io import TextIOWrapper
 from typing import Any, Literal
 
 from kernels.engine import Engine
-from kernels.generation import Sampling, Speculation, generate
+from kernels.generation import Sampling, SpeculativeStats, generate
 from stages.chat_template import render_prompt, special_id
 from stages.generate import at_least_one, banner, command_parser, sampling_of, show, speculation_of
 from stages.program import command_main
@@ -63,7 +63,7 @@ class Chat:
         tokenizer: Tokenizer,
         sampling: Sampling,
         max_tokens: int,
-        speculation: Speculation | None = None,
+        speculation: SpeculativeStats | None = None,
     ) -> None:
         self._engine, self._tokenizer, self._speculation = engine, tokenizer, speculation
         self.sampling, self.max_tokens = sampling, max_tokens
@@ -72,7 +72,7 @@ class Chat:
         self._answers = 0
         self._end = special_id(tokenizer, END)
         # A typed message never contains a special token; an answer must not contain one either.
-        self._banned = set(tokenizer.special.values()) - {self._end}
+        self._suppressed = set(tokenizer.special.values()) - {self._end}
 
     def reset(self) -> None:
         """Begin a new conversation; with the same seed the same messages get the same answers."""
@@ -124,7 +124,7 @@ class Chat:
         sampling = replace(self.sampling, seed=self.sampling.seed + self._answers)
         settings: dict[str, Any] = {
             "stop": [self._end],
-            "banned": self._banned,
+            "suppressed": self._suppressed,
             "speculation": self._speculation,
         }
         ids: list[int] = []

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kernels.engine import Engine
-from kernels.generation import Sampling, Speculation, generate
+from kernels.generation import Sampling, SpeculativeStats, generate
 from stages.chat_template import special_id
 from stages.program import command_main
 from stages.special_tokens import SEPARATOR
@@ -85,9 +85,9 @@ def sampling_of(args: Namespace) -> Sampling:
     return Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=seed)
 
 
-def speculation_of(args: Namespace, engine: Engine) -> Speculation | None:
+def speculation_of(args: Namespace, engine: Engine) -> SpeculativeStats | None:
     """Speculative decoding if --speculative asks for it; ValueError if the model has no MTP head to draft with."""
-    return Speculation(engine.config.mtp_heads) if args.speculative else None
+    return SpeculativeStats(engine.config.mtp_heads) if args.speculative else None
 
 
 def banner(model: str, engine: Engine, sampling: Sampling) -> str:

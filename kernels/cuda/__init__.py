@@ -1,8 +1,9 @@
-"""The GPU's operations: hand-written kernels, and for matmuls the library's or our own.
+"""The operations on the GPU: hand-written kernels. Matmuls run in cuBLASLt or in our own kernels.
 
-A .cu file holds the kernels of one operation; the .py file of the same name launches them. Rooms hold what is more than a
-pair: attention/, matmul/ and decode/, with the headers in include/ and what all launchers use in runtime/. `CudaOps`
-collects the operations for the model, and is the device that they run on.
+A .cu file holds the kernels of one operation. The .py file of the same name launches them. Operations with
+several files have a folder: attention/, matmul/ and decode/. include/ holds shared headers. runtime/ holds
+the code that all launchers use. `CudaOps` collects the operations for the model. It is also the device that
+they run on.
 """
 
 import sys
@@ -48,17 +49,17 @@ from kernels.cuda.swiglu import swiglu_backward, swiglu_forward
 from kernels.cuda.weighted_sum import weighted_sum_forward
 from kernels.ops import FusedDecoding
 
-FP8_ARCH = 89  # the oldest with FP8 matmuls
+FP8_ARCH = 89  # the oldest architecture with FP8 matmuls
 
 
 class CudaOps(Device):
     """Every operation of the model on one GPU.
 
     Args:
-        numerics: precision, and which kernels compute matmuls and attention.
+        numerics: the precision, and the kernels for matmuls and attention.
 
     Raises:
-        ValueError: see Device; or the GPU is too old for FP8.
+        ValueError: as in Device, or the GPU is too old for FP8.
     """
 
     name = "cuda"
@@ -95,10 +96,10 @@ class CudaOps(Device):
         if numerics.precision == "fp8":
             if int(self.arch[3:]) < FP8_ARCH:
                 raise ValueError(
-                    f"numerics.precision: fp8 needs a GPU of sm_{FP8_ARCH} or later, {self.model} is {self.arch}; set it to "
-                    "bf16"
+                    f"numerics.precision: fp8 needs a GPU of sm_{FP8_ARCH} or later, {self.model} is "
+                    f"{self.arch}; set it to bf16"
                 )
-            self.fp8 = self  # only matmuls with an FP8 weight differ from bf16
+            self.fp8 = self  # only the matmuls with an FP8 weight differ from bf16
         self.fused_decoding: FusedDecoding | None = self
         self.precision = "bf16" if self.fp8 else numerics.precision
         self.matmul, self.attention, self.deterministic = (
@@ -117,7 +118,7 @@ class CudaOps(Device):
         return fused_rows(self, self.storage, config)
 
     def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
-        """The most that one operation needs: an operation with scratch memory has a scratch_bytes in its module.
+        """The scratch memory of the operation that needs most. Its module has a function scratch_bytes.
 
         Raises:
             ValueError: the kernels do not support the model.
@@ -127,14 +128,14 @@ class CudaOps(Device):
         return max(scratch_bytes(self, config, rows) for scratch_bytes in scratch)
 
     def rope_table(self, context: int, head_dim: int, base: float) -> Array:
-        """kernels.cpu.rope.rope_table on the GPU, fp32."""
+        """The table of kernels/cpu/rope.py on the GPU, in fp32."""
         table = rope_table(context, head_dim, base).astype(np.float32)
         on_gpu = self.allocate(table.nbytes).view(np.float32).reshape(table.shape)
         self.upload(on_gpu, table)
         return on_gpu
 
     def describe(self, config: ModelConfig) -> str:
-        """GPU, precision, the kernels that such a model gets, and versions, in a line."""
+        """One line: GPU, precision, the kernels for such a model, and library versions."""
         kernels = f"matmul {self.matmul}, attention {attention_kernel(self, self.storage, config.head_dim)}"
         library = f", cuBLASLt {cublaslt.version()}" if self.matmul == "cublaslt" else ""
         precision = "fp8" if self.fp8 else self.precision

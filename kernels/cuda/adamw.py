@@ -1,4 +1,4 @@
-"""Launcher of adamw.cu; the mathematics and the contract are those of kernels.cpu.adamw."""
+"""Launcher of adamw.cu. Mathematics and contract: kernels/cpu/adamw.py."""
 
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel, constants
@@ -28,10 +28,10 @@ def adamw(
     weight_decay: float,
     grad_clip: float,
 ) -> None:
-    """See kernels.cpu.adamw.adamw; compute_weights is fp32 or bf16, the other flat arrays fp32.
+    """See kernels/cpu/adamw.py. compute_weights is fp32 or bf16, the other flat arrays are fp32.
 
-    Precision: the bias corrections and the clip in fp64, rounded once; the elements in fp32.
-    Cost: per parameter reads 16 bytes and writes 12, 16 if the gradient is cleared, and the compute weight.
+    Precision: bias corrections and clipping factor in fp64, rounded once; elements in fp32.
+    Cost per parameter: reads 16 bytes. Writes 12 bytes, 16 if it clears the gradient, and the compute weight.
     """
     run = params.size // flags.size
     size = 1 if run % 4 else 4

@@ -1,4 +1,4 @@
-"""Launchers of bias.cu; the mathematics and the contracts are those of kernels.cpu.bias."""
+"""Launchers of bias.cu. Mathematics and contracts: kernels/cpu/bias.py."""
 
 from kernels.config import ModelConfig
 from kernels.cuda.runtime.device import Device
@@ -9,13 +9,13 @@ from kernels.cuda.sum_rows import add_rows
 _FORWARD = Kernel("bias.cu", "bias_forward", VECTOR_TEMPLATES)
 _BACKWARD = Kernel("bias.cu", "bias_backward", VECTOR_TEMPLATES)
 _BLOCK = 256  # not tuned
-_WARPS = constants("bias.cu")["WARPS"]  # of a block of the backward pass
-_BLOCKS_A_PROCESSOR = 2  # of the backward pass: as many as it holds at once; not tuned
-_LEAST_ROWS = 64  # of a block of the backward pass
+_WARPS = constants("bias.cu")["WARPS"]  # warps per block, backward
+_BLOCKS_PER_SM = 2  # backward: as many as an SM holds at once; not tuned
+_MIN_ROWS = 64  # rows per block, backward
 
 
 def bias_forward(device: Device, out: Array, inp: Array, bias: Array) -> None:
-    """See kernels.cpu.bias.bias_forward. Reads and writes each element once."""
+    """See kernels/cpu/bias.py. Reads and writes each element once."""
     rows, columns = inp.shape
     size = vector_size(columns, out, inp, bias)
     count = rows * columns // size
@@ -26,14 +26,15 @@ def bias_forward(device: Device, out: Array, inp: Array, bias: Array) -> None:
 
 
 def bias_backward(device: Device, dbias: Array, dout: Array) -> None:
-    """See kernels.cpu.bias.bias_backward.
+    """See kernels/cpu/bias.py.
 
-    Deterministic: a fixed order of summation. Workspace: a row of fp32 for each 64 rows, or fewer: 2 blocks a processor in all.
+    Determinism: the sums have a fixed order.
+    Scratch memory: one fp32 row per 64 rows, but at most 2 blocks per SM in total.
     """
     rows, columns = dout.shape
     size = vector_size(columns, dout)
     across = -(-columns // (32 * size))
-    down = min(-(-rows // _LEAST_ROWS), max(1, _BLOCKS_A_PROCESSOR * device.sm_count // across))
+    down = min(-(-rows // _MIN_ROWS), max(1, _BLOCKS_PER_SM * device.sm_count // across))
     (partial,) = device.workspace(((1, down, columns), FLOAT))
     device.launch(
         _BACKWARD,
@@ -49,6 +50,6 @@ def bias_backward(device: Device, dbias: Array, dout: Array) -> None:
 
 
 def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
-    """Rows of partial sums of the widest linear layer; a block owns at most 32 columns."""
+    """The partial sums of the widest linear layer. A block owns at most 256 columns."""
     widest = max(outputs for outputs, _ in config.linears.values())
-    return FLOAT.itemsize * (widest + 256) * _BLOCKS_A_PROCESSOR * device.sm_count
+    return FLOAT.itemsize * (widest + 256) * _BLOCKS_PER_SM * device.sm_count

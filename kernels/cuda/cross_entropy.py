@@ -1,4 +1,4 @@
-"""Launchers of cross_entropy.cu; the mathematics and the contracts are those of kernels.cpu.cross_entropy."""
+"""Launchers of cross_entropy.cu. Mathematics and contracts: kernels/cpu/cross_entropy.py."""
 
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
@@ -6,14 +6,14 @@ from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
 _INSTANCES = ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
 _FORWARD = Kernel("cross_entropy.cu", "cross_entropy_forward", _INSTANCES)
 _BACKWARD = Kernel("cross_entropy.cu", "cross_entropy_backward", _INSTANCES)
-_MAX_BLOCK, _VECTORS_A_THREAD = 1024, 2  # not tuned
-_OTHER_SHARED_BYTES = 1280  # of a block: its sums, and what the system keeps
+_MAX_BLOCK, _VECTORS_PER_THREAD = 1024, 2  # not tuned
+_OTHER_SHARED_BYTES = 1280  # per block: its sums, and what the system reserves
 
 
 def cross_entropy_forward(
     device: Device, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int
 ) -> None:
-    """See kernels.cpu.cross_entropy.cross_entropy_forward.
+    """See kernels/cpu/cross_entropy.py.
 
     Cost: reads the logits once.
     """
@@ -28,10 +28,11 @@ def cross_entropy_forward(
 def cross_entropy_backward(
     device: Device, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int
 ) -> None:
-    """See kernels.cpu.cross_entropy.cross_entropy_backward.
+    """See kernels/cpu/cross_entropy.py.
 
-    Cost: reads the logits from memory once, and writes them once; where shared memory does not take two rows (227 KB of it take
-    58,000 elements of bf16), or 16 bytes do not divide them, they are read once more, from a cache if they are there.
+    Cost: reads the logits from memory once and writes them once. If shared memory cannot hold two rows, or a
+        row is not a multiple of 16 bytes, it reads them a second time, possibly from a cache. 227 KB hold two
+        rows of 58,000 bf16 elements.
     """
     rows, width = dlogits.shape
     size, block = _shape(dlogits)
@@ -39,13 +40,17 @@ def cross_entropy_backward(
     row_in_smem = size > 1 and 2 * (row_bytes + _OTHER_SHARED_BYTES) <= device.shared_bytes
     device.launch(
         _BACKWARD, (dlogits.dtype, size), rows, block, shared_bytes=row_bytes if row_in_smem else 0,
-        dlogits=dlogits, nll=nll, targets=targets, weight=weight, width=width, vocab_size=vocab_size, row_in_smem=row_in_smem,
+        dlogits=dlogits, nll=nll, targets=targets, weight=weight, width=width, vocab_size=vocab_size,
+        row_in_smem=row_in_smem,
     )  # fmt: skip
 
 
 def _shape(logits: Array) -> tuple[int, int]:
-    """Elements of a vector and threads of a block: 16 bytes where every row begins at a multiple of them."""
+    """Elements per vector, and threads per block.
+
+    A vector has 16 bytes if every row begins at a multiple of 16 bytes, otherwise one element.
+    """
     width, size = logits.shape[1], 16 // logits.dtype.itemsize
     if width % size:
         size = 1
-    return size, min(_MAX_BLOCK, -(-width // (32 * size * _VECTORS_A_THREAD)) * 32)
+    return size, min(_MAX_BLOCK, -(-width // (32 * size * _VECTORS_PER_THREAD)) * 32)

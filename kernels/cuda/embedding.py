@@ -1,4 +1,4 @@
-"""Launchers of embedding.cu; the mathematics and the contracts are those of kernels.cpu.embedding."""
+"""Launchers of embedding.cu. Mathematics and contracts: kernels/cpu/embedding.py."""
 
 import numpy as np
 
@@ -7,12 +7,12 @@ from kernels.cuda.runtime.device import Device, Request, request_bytes
 from kernels.cuda.runtime.launch import Array, Kernel
 from kernels.cuda.runtime.vectors import VECTOR_TEMPLATES, vector_size
 
-_BLOCK = 256  # not tuned, nor is the number of the adding kernels' blocks
-_CHUNK = 1024  # of a block that counts and places
-_SHORT = 32  # rows that one warp adds up; not tuned
+_BLOCK = 256  # not tuned
+_CHUNK = 1024  # rows per block of the kernels that count keys and place rows
+_SHORT = 32  # longest list that one warp sums; not tuned
 _WARP = 32
-_LONG_WARPS = 16  # that add up a longer list; not tuned
-_SHORT_BLOCKS_A_PROCESSOR, _LONG_BLOCKS_A_PROCESSOR = 8, 4
+_LONG_WARPS = 16  # warps that sum a longer list; not tuned
+_SHORT_BLOCKS_PER_SM, _LONG_BLOCKS_PER_SM = 8, 4  # not tuned
 _FORWARD = Kernel("embedding.cu", "embedding_forward", ((4,), (1,)))
 _COUNT_KEYS = Kernel("embedding.cu", "embedding_count_keys", ((_CHUNK,),))
 _MAKE_LISTS = Kernel("embedding.cu", "embedding_make_lists", ((_SHORT,),))
@@ -26,7 +26,7 @@ _ADD_LONG = Kernel(
 def embedding_forward(
     device: Device, out: Array, tokens: Array, start: Array, weight: Array, position_weight: Array | None
 ) -> None:
-    """See kernels.cpu.embedding.embedding_forward. The stream and the parameters are fp32."""
+    """See kernels/cpu/embedding.py. The stream and the parameters are fp32."""
     rows, dim = out.shape
     size = vector_size(dim, out, weight, position_weight)
     count = rows * dim // size
@@ -40,10 +40,11 @@ def embedding_forward(
 def embedding_backward(
     device: Device, dweight: Array, dposition_weight: Array | None, dout: Array, tokens: Array, start: Array
 ) -> None:
-    """See kernels.cpu.embedding.embedding_backward.
+    """See kernels/cpu/embedding.py.
 
-    Deterministic: rows of one token are added up in their order, those of a token with more than 32 rows in 16 interleaved sums.
-    Workspace: 4 bytes for each token of the vocabulary and 1024 rows, 16 for each token, and 4 for each row.
+    Determinism: the rows of one token are summed in order. A token with more than 32 rows has 16 interleaved
+        sums.
+    Scratch memory: per token of the vocabulary, 16 bytes and 4 bytes per 1024 rows; 4 bytes per row.
     """
     _add_by_key(device, dweight, dout, tokens, start, tokens.shape[1])
     if dposition_weight is not None:
@@ -72,8 +73,8 @@ def _add_by_key(
     )
     device.launch(
         _MAKE_LISTS, (_SHORT,), -(-keys // _BLOCK), _BLOCK,
-        counts=counts, list_counters=list_counters, list_begin=list_begin, list_size=list_size, short_keys=short_keys,
-        long_keys=long_keys, blocks=blocks, keys=keys,
+        counts=counts, list_counters=list_counters, list_begin=list_begin, list_size=list_size,
+        short_keys=short_keys, long_keys=long_keys, blocks=blocks, keys=keys,
     )  # fmt: skip
     device.launch(
         _PLACE_ROWS, (_CHUNK,), blocks, _CHUNK,
@@ -91,11 +92,12 @@ def _add_by_key(
         "dim": dim,
     }
     warps = _BLOCK // _WARP
+    short_grid = min(-(-keys // warps), _SHORT_BLOCKS_PER_SM * device.sm_count), slices
     device.launch(
-        _ADD_SHORT, template, (min(-(-keys // warps), _SHORT_BLOCKS_A_PROCESSOR * device.sm_count), slices), (_WARP, warps),
+        _ADD_SHORT, template, short_grid, (_WARP, warps),
         short_keys=short_keys, key_count=list_counters[1:2], **lists,
     )  # fmt: skip
-    long_grid = min(keys, _LONG_BLOCKS_A_PROCESSOR * device.sm_count), slices
+    long_grid = min(keys, _LONG_BLOCKS_PER_SM * device.sm_count), slices
     device.launch(
         _ADD_LONG, (*template, _LONG_WARPS), long_grid, (_WARP, _LONG_WARPS),
         long_keys=long_keys, key_count=list_counters[2:3], **lists,
@@ -103,7 +105,7 @@ def _add_by_key(
 
 
 def _scratch(keys: int, rows: int) -> list[Request]:
-    """Counts of each key in each chunk with 3 counters, four lists over the keys, and the order of the rows."""
+    """Key counts per chunk followed by 3 counters, four lists over the keys, and the rows ordered by key."""
     lengths = (-(-rows // _CHUNK) * keys + 3, keys, keys, keys, keys, rows)
     return [((length,), np.int32) for length in lengths]
 

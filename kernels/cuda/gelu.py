@@ -1,4 +1,4 @@
-"""Launchers of gelu.cu; the mathematics and the contracts are those of kernels.cpu.gelu."""
+"""Launchers of gelu.cu. Mathematics and contracts: kernels/cpu/gelu.py."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ from kernels.cuda.runtime.launch import Array, Kernel
 from kernels.cuda.runtime.vectors import VECTOR_TEMPLATES, vector_size
 
 _BLOCK = 256  # not tuned
-_VECTORS = 2  # a thread's; not tuned
+_VECTORS = 2  # per thread; not tuned
 _TEMPLATES = tuple((*template, _VECTORS) for template in VECTOR_TEMPLATES)
 _FORWARD = Kernel("gelu.cu", "gelu_forward", _TEMPLATES)
 _BACKWARD = Kernel("gelu.cu", "gelu_backward", _TEMPLATES)
 
 
 def gelu_forward(device: Device, out: Array, inp: Array) -> None:
-    """See kernels.cpu.gelu.gelu_forward. Reads and writes each element once."""
+    """See kernels/cpu/gelu.py. Reads and writes each element once."""
     _launch(device, _FORWARD, out=out, inp=inp)
 
 
 def gelu_backward(device: Device, dinp: Array, dout: Array, inp: Array) -> None:
-    """See kernels.cpu.gelu.gelu_backward. Reads two and writes one element for each."""
+    """See kernels/cpu/gelu.py. Reads two elements and writes one per result."""
     _launch(device, _BACKWARD, dinp=dinp, dout=dout, inp=inp)
 
 

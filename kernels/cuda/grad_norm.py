@@ -1,4 +1,4 @@
-"""Launcher of grad_norm.cu; the contract is that of kernels.cpu.grad_norm."""
+"""Launcher of grad_norm.cu. Contract: kernels/cpu/grad_norm.py."""
 
 from kernels.config import ModelConfig
 from kernels.cuda.runtime.device import Device
@@ -13,7 +13,7 @@ _FINISH_BLOCK = 1024
 
 
 def grad_norm(device: Device, out: Array, grads: Array) -> None:
-    """See kernels.cpu.grad_norm.grad_norm; grads begin at a multiple of 16 bytes.
+    """See kernels/cpu/grad_norm.py. grads begin at a multiple of 16 bytes.
 
     Precision: fp32 within 16,384 elements, fp64 across.
     Cost: reads grads once; scratch memory of 4 bytes per 16,384 elements.

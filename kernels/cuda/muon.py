@@ -1,4 +1,4 @@
-"""Launchers of muon.cu and of the matmuls between its kernels; mathematics and contract: kernels/cpu/muon.py."""
+"""Launchers of muon.cu and of the matmuls between its kernels. Contract: kernels/cpu/muon.py."""
 
 import math
 
@@ -32,11 +32,12 @@ def muon(
     weight_decay: float,
     grad_clip: float,
 ) -> None:
-    """See kernels.cpu.muon.muon; scratch and compute weights are of T, the others fp32.
+    """See kernels/cpu/muon.py. Scratch arrays and compute weights hold T, the others fp32.
 
-    Precision: momentum and parameters in fp32; x, gram and poly are rounded to T between the matmuls.
-    Cost: ITERATIONS * (4 m n + 2 k^2) k operations per matrix, k = min(m, n); 23 launches with cuBLASLt. The custom matmul
-        takes one launch per matrix. Scratch memory of 4 bytes per 4,096 elements.
+    Precision: momentum and parameters in fp32. x, gram and poly are rounded to T between the matmuls.
+    Cost: ITERATIONS * (4 m n + 2 k^2) k operations per matrix, k = min(m, n). 23 launches with cuBLASLt. The
+        custom matmul needs one launch per matrix.
+    Scratch memory: 4 bytes per 4,096 elements.
     """
     layers, count, m, n = params.shape
     size, kind, flat = (
@@ -69,7 +70,7 @@ def muon(
 
 
 def iterate(device: Device, out: Array, gram: Array, poly: Array, x: Array) -> None:
-    """See kernels.cpu.muon.iterate; of all matrices, (matrices, m, n)."""
+    """See kernels/cpu/muon.py. x holds all matrices, (matrices, m, n)."""
     (matrices, m, n), side = x.shape, gram.shape[1]
     multiply(device, gram, x, x, transpose_a=m > n, transpose_b=m <= n)
     multiply(device, poly, gram, gram)
@@ -81,6 +82,6 @@ def iterate(device: Device, out: Array, gram: Array, poly: Array, x: Array) -> N
 
 
 def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
-    """A partial sum per chunk of each matrix of the blocks; q, k and v, gate and up are matrices of their own."""
+    """A partial sum per chunk of every matrix. q, k, v, gate and up are separate matrices."""
     matrices = config.layers * sum(-(-m * n // _CHUNK) + 2 for m, n in config.linears.values())
     return FLOAT.itemsize * matrices

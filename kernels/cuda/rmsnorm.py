@@ -1,4 +1,4 @@
-"""Launchers of rmsnorm.cu; the mathematics and the contracts are those of kernels.cpu.rmsnorm."""
+"""Launchers of rmsnorm.cu. Mathematics and contracts: kernels/cpu/rmsnorm.py."""
 
 from kernels.config import ModelConfig
 from kernels.cuda.runtime.device import Device
@@ -21,32 +21,32 @@ _BACKWARD = Kernel("rmsnorm.cu", "rmsnorm_backward", with_branch_bias(row_templa
 def rmsnorm_forward(
     device: Device, out: Array, rstd: Array, inp: Array, weight: Array, *, eps: float
 ) -> None:
-    """See kernels.cpu.rmsnorm.rmsnorm_forward; the stream and the weight are fp32. A row has at most 8192 elements."""
+    """See kernels/cpu/rmsnorm.py. inp and weight are fp32. A row has at most 8192 elements."""
     _forward(device, None, out, rstd, inp, None, None, weight, eps)
 
 
 def residual_rmsnorm_forward(
-    device: Device, residual_out: Array, out: Array, rstd: Array, residual: Array, branch: Array, branch_bias: Array | None,
-    weight: Array, *, eps: float,
+    device: Device, residual_out: Array, out: Array, rstd: Array, residual: Array, branch: Array,
+    branch_bias: Array | None, weight: Array, *, eps: float,
 ) -> None:  # fmt: skip
-    """See kernels.cpu.rmsnorm.residual_rmsnorm_forward; both streams and the parameters are fp32."""
+    """See kernels/cpu/rmsnorm.py. residual, residual_out and the parameters are fp32."""
     _forward(device, residual_out, out, rstd, residual, branch, branch_bias, weight, eps)
 
 
 def rmsnorm_backward(
     device: Device, dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, rstd: Array
 ) -> None:
-    """See kernels.cpu.rmsnorm.rmsnorm_backward. Workspace: at most 8 rows of fp32 a processor."""
+    """See kernels/cpu/rmsnorm.py. Scratch memory: at most 8 fp32 rows per SM."""
     residual_rmsnorm_backward(device, dinp, dweight, None, None, dout, inp, weight, rstd)
 
 
 def residual_rmsnorm_backward(
-    device: Device, dinp: Array, dweight: Array, dbranch_bias: Array | None, dresidual_out: Array | None, dout: Array,
-    residual_out: Array, weight: Array, rstd: Array,
+    device: Device, dinp: Array, dweight: Array, dbranch_bias: Array | None, dresidual_out: Array | None,
+    dout: Array, residual_out: Array, weight: Array, rstd: Array,
 ) -> None:  # fmt: skip
-    """See kernels.cpu.rmsnorm.residual_rmsnorm_backward. dbranch_bias sums dinp before it is rounded.
+    """See kernels/cpu/rmsnorm.py. dbranch_bias sums dinp before it is rounded.
 
-    Workspace: at most 16 rows of fp32 a processor.
+    Scratch memory: at most 16 fp32 rows per SM.
     """
     rows, dim = dout.shape
     template, block = row_launch(BACKWARD, dout, dinp, dresidual_out, residual_out, weight)
@@ -54,26 +54,26 @@ def residual_rmsnorm_backward(
     (partial,) = device.workspace(((1 if dbranch_bias is None else 2, blocks, dim), FLOAT))
     device.launch(
         _BACKWARD, (*template, dbranch_bias is not None), blocks, block, shared_bytes=shared_bytes,
-        dinp=dinp, partial=partial, dresidual=dresidual_out, dout=dout, inp=residual_out, weight=weight, rstd=rstd, rows=rows,
-        dim=dim, stages=stages,
+        dinp=dinp, partial=partial, dresidual=dresidual_out, dout=dout, inp=residual_out, weight=weight,
+        rstd=rstd, rows=rows, dim=dim, stages=stages,
     )  # fmt: skip
     add_rows(device, partial, dweight, dbranch_bias)
 
 
 def _forward(
-    device: Device, residual_out: Array | None, out: Array, rstd: Array, residual: Array, branch: Array | None,
-    branch_bias: Array | None, weight: Array, eps: float,
+    device: Device, residual_out: Array | None, out: Array, rstd: Array, residual: Array,
+    branch: Array | None, branch_bias: Array | None, weight: Array, eps: float,
 ) -> None:  # fmt: skip
     rows, dim = out.shape
     template, block = row_launch(FORWARD, out, residual_out, residual, branch, branch_bias, weight)
     blocks, stages, shared_bytes = row_queue(device, out, block, 1)
     device.launch(
         _FORWARD, template, blocks, block, shared_bytes=shared_bytes,
-        residual_out=residual_out, out=out, rstd=rstd, residual=residual, branch=branch, branch_bias=branch_bias, weight=weight,
-        rows=rows, dim=dim, stages=stages, eps=eps,
+        residual_out=residual_out, out=out, rstd=rstd, residual=residual, branch=branch,
+        branch_bias=branch_bias, weight=weight, rows=rows, dim=dim, stages=stages, eps=eps,
     )  # fmt: skip
 
 
 def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
-    """Partial sums of the parameters' gradients and of the branch bias's."""
+    """The partial sums of dweight and dbranch_bias."""
     return row_scratch_bytes(device, config, sums=2)

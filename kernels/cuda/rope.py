@@ -1,21 +1,21 @@
-"""Launchers of rope.cu; the mathematics and the contracts are those of kernels.cpu.rope."""
+"""Launchers of rope.cu. Mathematics and contracts: kernels/cpu/rope.py."""
 
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import Array, Kernel
 from kernels.cuda.runtime.vectors import VECTOR_TEMPLATES, vector_size
 
 _BLOCK = 256  # not tuned
-_HEADS = 4  # a thread's; not tuned
+_HEADS = 4  # per thread; not tuned
 _ROTATE = Kernel("rope.cu", "rope_rotate", tuple((*template, _HEADS) for template in VECTOR_TEMPLATES))
 
 
 def rope_forward(device: Device, qkv: Array, start: Array, table: Array, *, rotated: int) -> None:
-    """See kernels.cpu.rope.rope_forward. The table is fp32; reads and writes each rotated element once."""
+    """See kernels/cpu/rope.py. The table is fp32. Reads and writes each rotated element once."""
     _rotate(device, qkv, start, table, rotated, 1.0)
 
 
 def rope_backward(device: Device, dqkv: Array, start: Array, table: Array, *, rotated: int) -> None:
-    """See kernels.cpu.rope.rope_backward. The table is fp32; reads and writes each rotated element once."""
+    """See kernels/cpu/rope.py. The table is fp32. Reads and writes each rotated element once."""
     _rotate(device, dqkv, start, table, rotated, -1.0)
 
 
@@ -24,10 +24,10 @@ def _rotate(device: Device, qkv: Array, start: Array, table: Array, rotated: int
     size = vector_size(head_dim // 2, qkv, table) if head_dim % 2 == 0 else 1
     groups = -(-rotated // _HEADS)
     count = batch * length * groups * (head_dim // 2 // size)
-    if count == 0:  # heads of one element have no pair
+    if count == 0:  # a head of one element has no pair to rotate
         return
     device.launch(
         _ROTATE, (qkv.dtype, size, _HEADS), -(-count // _BLOCK), _BLOCK,
-        qkv=qkv, start=start, table=table, count=count, length=length, heads=heads, head_dim=head_dim, width=table.shape[2],
-        rotated=rotated, groups=groups, direction=direction,
+        qkv=qkv, start=start, table=table, count=count, length=length, heads=heads, head_dim=head_dim,
+        width=table.shape[2], rotated=rotated, groups=groups, direction=direction,
     )  # fmt: skip

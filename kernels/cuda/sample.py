@@ -1,4 +1,4 @@
-"""Launchers of sample.cu and suppress_tokens.cu; the rule is that of kernels.cpu.sample."""
+"""Launchers of sample.cu and suppress_tokens.cu. Contracts: kernels/cpu/sample.py."""
 
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
@@ -7,12 +7,12 @@ _INSTANCES = ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
 _GREEDY = Kernel("sample.cu", "sample_greedy", _INSTANCES, dependent_launch=True)
 _DRAW = Kernel("sample.cu", "sample_draw", _INSTANCES, dependent_launch=True)
 _SUPPRESS = Kernel("suppress_tokens.cu", "suppress_tokens", ((FLOAT,), (BF16,)))
-_BLOCK = 1024  # sample.cu's
+_BLOCK = 1024  # of sample.cu
 _SUPPRESS_BLOCK = 64
 
 
 def suppress_tokens(device: Device, logits: Array, ids: Array) -> None:
-    """See kernels.cpu.sample.suppress_tokens."""
+    """See kernels/cpu/sample.py."""
     rows, width = logits.shape
     blocks = (-(-ids.size // _SUPPRESS_BLOCK), rows)
     device.launch(
@@ -38,11 +38,12 @@ def sample(
     top_k: int,
     top_p: float,
 ) -> None:
-    """See kernels.cpu.sample.sample; logits (B, Vp) fp32 or bf16, whose columns from vocab_size on take no part.
+    """See kernels/cpu/sample.py. logits (B, Vp) are fp32 or bf16. Columns from vocab_size on are ignored.
 
-    Precision: probabilities and their sums in fp64; a draw within rounding of a border may fall on its other side.
-    Cost: temperature 0, and a draw without top_k and top_p, read the logits once. Each of these two has a block read its row
-        some 15 times, out of a cache.
+    Precision: probabilities and their sums in fp64. Rounding may change a sample that is very close to a
+        limit.
+    Cost: reads the logits once at temperature 0, or without top_k and top_p. Each of top_k and top_p reads
+        every row about 15 times, from a cache.
     """
     rows, width = logits.shape
     size = 16 // logits.dtype.itemsize
@@ -54,6 +55,6 @@ def sample(
         return
     device.launch(
         _DRAW, template, rows, _BLOCK,
-        out=out, logits=logits, uniform=uniform, width=width, vocab_size=vocab_size, inverse_temperature=1 / temperature,
-        top_k=top_k, top_p=top_p,
+        out=out, logits=logits, uniform=uniform, width=width, vocab_size=vocab_size,
+        inverse_temperature=1 / temperature, top_k=top_k, top_p=top_p,
     )  # fmt: skip

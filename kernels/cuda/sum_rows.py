@@ -1,16 +1,19 @@
-"""The second half of every gradient that is a sum over all positions: partial sums to the gradient."""
+"""The second kernel of every gradient that is a sum over all positions: it reduces the partial sums."""
 
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import Array, Kernel
 
 _ADD_ROWS = Kernel("sum_rows.cu", "add_rows", ((),))
-_COLUMNS = 32  # of a block
+_COLUMNS = 32  # per block
 
 
 def add_rows(
     device: Device, partial: Array, out: Array, second: Array | None = None, third: Array | None = None
 ) -> None:
-    """out (columns,) += sum over rows of partial[0], of partial (outs, rows, columns), and so on for further ones; all fp32."""
+    """out (columns,) += sum over rows of partial[0]. All fp32.
+
+    partial is (outs, rows, columns). second gets partial[1] and third partial[2] in the same way.
+    """
     outs, rows, columns = partial.shape
     device.launch(
         _ADD_ROWS, (), (-(-columns // _COLUMNS), outs), (_COLUMNS, 32),

@@ -1,4 +1,4 @@
-"""Launchers of swiglu.cu; the mathematics and the contracts are those of kernels.cpu.swiglu."""
+"""Launchers of swiglu.cu. Mathematics and contracts: kernels/cpu/swiglu.py."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ _BLOCK = 256  # not tuned
 
 
 def swiglu_forward(device: Device, out: Array, inp: Array) -> None:
-    """See kernels.cpu.swiglu.swiglu_forward. Reads and writes each element once."""
+    """See kernels/cpu/swiglu.py. Reads and writes each element once."""
     _launch(device, _FORWARD, out.shape, out=out, inp=inp)
 
 
 def swiglu_backward(device: Device, dinp: Array, dout: Array, inp: Array) -> None:
-    """See kernels.cpu.swiglu.swiglu_backward. Reads and writes each element once; dinp may be inp."""
+    """See kernels/cpu/swiglu.py. Reads and writes each element once. dinp may be inp."""
     _launch(device, _BACKWARD, dout.shape, dinp=dinp, dout=dout, inp=inp)
 
 

@@ -1,4 +1,4 @@
-"""Launcher of weighted_sum.cu; the contract is that of kernels.cpu.weighted_sum."""
+"""Launcher of weighted_sum.cu. Contract: kernels/cpu/weighted_sum.py."""
 
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import Array, Kernel
@@ -8,9 +8,9 @@ _BLOCK = 1024
 
 
 def weighted_sum_forward(device: Device, total: Array, nll: Array, weight: Array) -> None:
-    """See kernels.cpu.weighted_sum.weighted_sum_forward.
+    """See kernels/cpu/weighted_sum.py.
 
-    Precision: the products are fp64 too.
-    Determinism: one block, a fixed order.
+    Precision: products and sums in fp64.
+    Determinism: one block sums in a fixed order.
     """
     device.launch(_FORWARD, (), 1, _BLOCK, total=total, nll=nll, weight=weight, rows=nll.size)

@@ -1,12 +1,27 @@
-"""Measures this engine: a line of JSON a measurement, the fields named as in other engines' benchmarks.
+"""Measures this engine. Each measurement prints one line of JSON, with the fields of other engines'
+benchmarks.
 
-    python -m tests.bench.engine train  --model euler_1m --batch 32 --seq 128      a whole update: ms, tokens/s, TFLOP/s
-    python -m tests.bench.engine decode --model euler_1m                           token after token at batch 1 over the KV cache
-    python -m tests.bench.engine ops    --model euler_1m --batch 32 --seq 128      the update by operation, beside its floor
-    python -m tests.bench.engine attention --model gpt2_124m --precision bf16 --seq 1024     on a GPU: forward and backward alone
-    python -m tests.bench.engine matmul --batch 32 --seq 1024                      a GPU's products: the library's and our own
+A whole update in ms, tokens/s and TFLOP/s:
 
-Times are medians over --steps timed steps after --warmup; tokens are random, drawn anew for each step.
+    python -m tests.bench.engine train --model euler_1m --batch 32 --seq 128
+
+Decoding at batch 1 with the KV cache:
+
+    python -m tests.bench.engine decode --model euler_1m
+
+The update by operation, compared with the device's ceiling:
+
+    python -m tests.bench.engine ops --model euler_1m --batch 32 --seq 128
+
+Only attention on a GPU, forward and backward:
+
+    python -m tests.bench.engine attention --model gpt2_124m --precision bf16 --seq 1024
+
+The matmuls of a model on a GPU, with cuBLASLt and with our own kernel:
+
+    python -m tests.bench.engine matmul --batch 32 --seq 1024
+
+Times are medians over --steps timed steps after --warmup. Tokens are random and new in each step.
 """
 
 import argparse
@@ -48,20 +63,20 @@ MODELS = {
 
 
 def matmul_flops_per_token(c: ModelConfig, length: int) -> int:
-    """FLOPs of forward and backward a token: 6 x the weights used in products, and attention's causal half."""
+    """FLOPs per token, forward and backward: 6 x the matmul weights, and the causal half of attention."""
     block = sum(outputs * inputs for outputs, inputs in c.linears.values())
     return 6 * (c.layers * block + c.vocab_size * c.dim * c.mtp_heads) + 6 * c.layers * length * c.dim
 
 
 def random_batch(rng: np.random.Generator, config: ModelConfig, rows: int, length: int) -> Batch:
-    """Uniform tokens, one document a row, every target counted."""
+    """Uniform random tokens. Each sequence is one document, and every target is supervised."""
     tokens = rng.integers(config.vocab_size, size=(rows, length + 1), dtype=np.int32)
     inp, targets = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
     return Batch(inp, targets, np.zeros((rows, length), np.int32), np.ones((rows, length), np.float32))
 
 
 def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
-    """The engine that the command line asks for."""
+    """The engine of the command line."""
     chosen = {name: getattr(args, name) for name in ("precision", "matmul", "attention", "deterministic")}
     given = {name: getattr(args, name) for name in ("device", "threads")}
     return Engine(
@@ -74,7 +89,7 @@ def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
 
 
 def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> float:
-    """One update with every head weighted equally, to its loss and gradient norm on the host; returns its seconds."""
+    """One update with equal head weights, in seconds. It ends when loss and gradient norm are on the host."""
     heads = engine.config.mtp_heads
     scale = 1 / heads / head_weight_sums(batch, heads)
     begin = time.perf_counter()
@@ -85,7 +100,11 @@ def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lam
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """The median update. Batches are drawn between updates; what else one needs is made during the one before, as in training."""
+    """The median update.
+
+    Random batches are made between updates. The rest of the preparation overlaps the previous update, as in
+    training.
+    """
     config, rng, engine, times = MODELS[args.model], np.random.default_rng(0), open_engine(args), []
     batch = random_batch(rng, config, args.batch, args.seq)
     for _ in range(args.warmup + args.steps):
@@ -103,38 +122,34 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def decode(args: argparse.Namespace) -> dict[str, Any]:
-    """The median time from token to token in a row, greedy at batch 1, the cache filling as it goes and begun anew when full."""
+    """The median time per token, greedy at batch 1. The cache fills up and is emptied when full."""
     context, engine = MODELS[args.model].context, open_engine(args, training=False)
-    cache, first, banned, came = (
-        engine.decoder.cache(),
-        np.zeros((1, 1), np.int32),
-        np.empty(0, np.int32),
-        list[float](),
-    )
-    while (missing := 1 + args.warmup + args.steps - len(came)) > 0:
+    cache, arrivals = engine.decoder.cache(), list[float]()
+    first, suppressed = np.zeros((1, 1), np.int32), np.empty(0, np.int32)
+    while (missing := 1 + args.warmup + args.steps - len(arrivals)) > 0:
         uniforms = repeat(np.zeros(1), min(missing, context))
-        came += [
+        arrivals += [
             time.perf_counter()
-            for _ in engine.decoder.draws(first, cache, uniforms, banned, temperature=0, top_k=0, top_p=1)
+            for _ in engine.decoder.draws(first, cache, uniforms, suppressed, temperature=0, top_k=0, top_p=1)
         ]
         cache.truncate(0)
-    window = min(
-        10, args.steps
-    )  # timed as one: a GPU is kept ahead of the host, so after a token that came late one comes early
+    # Tokens are timed in windows: a GPU runs ahead of the host, so an early token follows a late one.
+    window = min(10, args.steps)
     begins = range(args.warmup, args.warmup + args.steps - window + 1, window)
-    seconds = statistics.median((came[begin + window] - came[begin]) / window for begin in begins)
+    seconds = statistics.median((arrivals[begin + window] - arrivals[begin]) / window for begin in begins)
     return {"engine": engine.describe(), "ms_per_token": seconds * 1e3}
 
 
-# Which arguments of a product are its weights.
+# The arguments of a matmul that are its weights.
 _WEIGHTS_OF = {
-    "matmul_forward": (2,), "matmul_backward": (4,), "matmul_gelu_forward": (3,), "matmul_gelu_backward": (5,),
+    "matmul_forward": (2,), "matmul_backward": (4,),
+    "matmul_gelu_forward": (3,), "matmul_gelu_backward": (5,),
     "fp8_mlp_forward": (4, 6), "fp8_mlp_backward": (7, 8),
 }  # fmt: skip
 
 
 class TimedOps:
-    """Stands in front of a device's operations and notes each call's seconds, bytes and FLOPs."""
+    """Wraps a device's operations and records each call's seconds, bytes and FLOPs."""
 
     def __init__(self, ops: Any) -> None:
         self.ops = ops
@@ -142,7 +157,7 @@ class TimedOps:
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self.ops, name)
-        if name == "fp8":  # the group is the same object
+        if name == "fp8":  # the FP8 operations are in the same object
             return op and self
         if not name.endswith(("_forward", "_backward")) and name not in (
             "grad_norm",
@@ -167,19 +182,19 @@ class TimedOps:
         return timed
 
     def replay(self, graphs: object, key: object, work: Callable[[], None]) -> None:
-        """Do the work itself each time, so that its operations are seen."""
+        """Run the work each time, so that its operations are recorded."""
         work()
 
 
 def ceilings(ops: Any) -> tuple[float, float]:
-    """What this device reaches now: GB/s of a large copy, read and written, and GFLOP/s of a large product."""
+    """The ceilings of this device: GB/s of a large copy, reads and writes, and GFLOP/s of a large matmul."""
     rows, side = (2**21, 8192) if ops.name == "cuda" else (2**15, 2048)
 
     def array(*shape: int) -> Any:
         memory = ops.allocate(shape[0] * shape[1] * ops.storage.itemsize).view(ops.storage).reshape(shape)
         ops.upload(memory[:1], np.random.default_rng(0).standard_normal((1, shape[1]), np.float32))
         filled = 1
-        while filled < shape[0]:  # on the device, as the host would take its time
+        while filled < shape[0]:  # on the device, because the host is slow
             count = min(filled, shape[0] - filled)
             ops.copy_rows(memory[filled : filled + count], memory[:count], 0, 1)
             filled += count
@@ -191,15 +206,16 @@ def ceilings(ops: Any) -> tuple[float, float]:
     target, source = array(rows, 1024), array(rows, 1024)
     copy_s = fastest(lambda: ops.copy_rows(target, source, 0, 1))
     out, inp, weight = (array(side, side) for _ in range(3))
-    product_s = fastest(lambda: ops.matmul_forward(out, inp, weight))
-    return 2 * source.nbytes / copy_s / 1e9, 2 * side**3 / product_s / 1e9
+    matmul_s = fastest(lambda: ops.matmul_forward(out, inp, weight))
+    return 2 * source.nbytes / copy_s / 1e9, 2 * side**3 / matmul_s / 1e9
 
 
 def ops(args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of each operation in the median update, largest first, with its rate and its share of the ceiling.
+    """Milliseconds of each operation in the median update, largest first, with its rate and fraction of the
+    ceiling.
 
-    A product's ceiling is the large product's rate; any other operation's is the copy's, each of its arrays moved once.
-    Arrays that stay in the processor's cache can pass it.
+    The ceiling of a matmul is the rate of the large matmul. The ceiling of other operations is the rate of
+    the copy, and each array counts once. Arrays that stay in the CPU's cache can exceed it.
     """
     config, rng, engine = MODELS[args.model], np.random.default_rng(0), open_engine(args)
     recorder = TimedOps(engine.ops)
@@ -209,9 +225,10 @@ def ops(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.warmup + args.steps):
         recorder.calls.clear()
         train_step(engine, random_batch(rng, config, args.batch, args.seq))
-        steps.append(
-            {name: tuple(map(sum, zip(*calls, strict=True))) for name, calls in recorder.calls.items()}  # type: ignore[misc]
-        )
+        totals: Any = {
+            name: tuple(map(sum, zip(*calls, strict=True))) for name, calls in recorder.calls.items()
+        }
+        steps.append(totals)
     gbytes_per_s, gflops_per_s = ceilings(recorder.ops)
     rows = {}
     for name in steps[-1]:
@@ -231,9 +248,10 @@ def ops(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def matmul(args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds and TFLOP/s of each product of a model in bf16 on the GPU: forward, and both gradients.
+    """Milliseconds and TFLOP/s of each matmul of a model in bf16 on the GPU: forward, and both gradients.
 
-    By cuBLASLt's first candidate, by the one that timing chose, and by our own kernel, with its share of the chosen one's rate.
+    Each is measured with cuBLASLt's first candidate, with the candidate that timing chose, and with our own
+    kernel. `custom_of_best` is the rate of our own kernel divided by the rate of the chosen candidate.
     """
     from kernels.cuda.matmul import cublaslt
     from kernels.cuda.matmul.matmul import multiply_custom
@@ -254,14 +272,14 @@ def matmul(args: argparse.Namespace) -> dict[str, Any]:
     for name, (outputs, inputs) in linears(MODELS[args.model]).items():
         inp, weight, dout = array((rows, inputs)), array((outputs, inputs)), array((rows, outputs))
         dweight: Any = device.allocate(outputs * inputs * FLOAT.itemsize).view(FLOAT).reshape(outputs, inputs)
-        products: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+        matmuls: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
             "forward": (dout, inp, weight, {"transpose_b": True}),
             "dinp": (inp, dout, weight, {}),
             "dweight": (dweight, dout, inp, {"transpose_a": True, "accumulate": True}),
         }
-        for kind, (out, a, b, how) in products.items():
-            product = cublaslt.product_of(out, a, b, precision="bf16", **how)
-            plan = cublaslt.plan(device, product, out, a, b)
+        for kind, (out, a, b, how) in matmuls.items():
+            shape = cublaslt.matmul_shape(out, a, b, precision="bf16", **how)
+            plan = cublaslt.plan(device, shape, out, a, b)
             works = [partial(plan.run, device, out, a, b, 0), partial(plan.run, device, out, a, b)]
             works.append(partial(multiply_custom, device, out, a, b, **how))
             times = dict(zip(("first", "best", "custom"), milliseconds(device, works), strict=True))
@@ -272,11 +290,14 @@ def matmul(args: argparse.Namespace) -> dict[str, Any]:
                 for which, ms in times.items()
             }
             results[f"{name} {kind}"] = {**row, "custom_of_best": round(times["best"] / times["custom"], 3)}
-    return {"device": device.model, "precision": "bf16", "cublaslt": cublaslt.version(), "products": results}
+    return {"device": device.model, "precision": "bf16", "cublaslt": cublaslt.version(), "matmuls": results}
 
 
 def attention(args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds and TFLOP/s of attention alone on the GPU, the causal half of its products counted (5 backward, 2 forward)."""
+    """Milliseconds and TFLOP/s of attention on the GPU.
+
+    Only the causal half of the matmuls counts. There are 2 in the forward pass and 5 in the backward pass.
+    """
     from kernels.cuda import CudaOps
     from kernels.cuda.runtime.timing import milliseconds
 
@@ -302,13 +323,13 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     forward = partial(ops.attention_forward, out, lse, qkv, start)
     backward = partial(ops.attention_backward, dqkv, dout, out, lse, qkv, start)
     forward_ms, backward_ms = milliseconds(ops, [forward, backward])
-    flops = 2 * args.batch * c.heads * args.seq**2 * c.head_dim  # of two products, half of each
+    flops = 2 * args.batch * c.heads * args.seq**2 * c.head_dim  # half of each of two matmuls
     rates = {"fwd_tflops": flops / forward_ms / 1e9, "bwd_tflops": 2.5 * flops / backward_ms / 1e9}
     return {"fwd_ms": forward_ms, "bwd_ms": backward_ms, **rates}
 
 
 def linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of the weights of a block's products, and of a prediction head's."""
+    """(outputs, inputs) of the weights of a block's matmuls, and of an LM head's."""
     return config.linears | {"head": (config.padded_vocab, config.dim)}
 
 
@@ -316,7 +337,7 @@ MODES = {"train": train, "decode": decode, "ops": ops, "attention": attention, "
 
 
 def main() -> None:
-    """Run one mode and print its line."""
+    """Run one mode and print its JSON line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -336,12 +357,12 @@ def main() -> None:
     args = parser.parse_args()
     args.model = args.model or ("gpt2_124m" if args.mode == "matmul" else "euler_1m")
     if min(args.batch, args.seq, args.steps) < 1 or args.warmup < 0:
-        parser.error("--batch, --seq and --steps begin at 1, --warmup at 0")
+        parser.error("--batch, --seq and --steps must be at least 1, --warmup at least 0")
     if args.mode in ("train", "ops") and not (c := MODELS[args.model]).mtp_heads <= args.seq <= c.context:
         parser.error(f"--seq: {args.model} takes {c.mtp_heads} to {c.context}, got {args.seq}")
     try:
         if args.mode in ("attention", "matmul") and (args.device == "cpu" or not gpu_visible()):
-            raise ValueError(f"{args.mode} is measured on a GPU only")
+            raise ValueError(f"{args.mode} needs a GPU")
         row = {**vars(args), **MODES[args.mode](args)}
     except ValueError as error:
         sys.exit(f"{parser.prog}: {error}")

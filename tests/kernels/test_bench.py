@@ -1,4 +1,4 @@
-"""What tests.bench.engine says of arguments that it cannot measure with."""
+"""The messages of tests.bench.engine about invalid arguments."""
 
 import sys
 
@@ -7,16 +7,16 @@ import pytest
 from tests.bench import engine as bench
 
 
-# A traceback, or a figure of nothing, in place of a line that names the option.
+# Catches a traceback or an empty measurement instead of a line that names the option.
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("train --batch 0", "--batch, --seq and --steps begin at 1"),
-        ("decode --steps 0", "--batch, --seq and --steps begin at 1"),
-        ("ops --warmup -1", "--warmup at 0"),
+        ("train --batch 0", "--batch, --seq and --steps must be at least 1"),
+        ("decode --steps 0", "--batch, --seq and --steps must be at least 1"),
+        ("ops --warmup -1", "--warmup at least 0"),
         ("train --seq 129", "--seq: euler_1m takes 4 to 128, got 129"),
         ("train --seq 3", "--seq: euler_1m takes 4 to 128, got 3"),
-        ("matmul --device cpu", "matmul is measured on a GPU only"),
+        ("matmul --device cpu", "matmul needs a GPU"),
         ("train --device cpu --precision bf16", "the CPU computes in fp32, got bf16"),
     ],
 )

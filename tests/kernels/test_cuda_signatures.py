@@ -385,7 +385,7 @@ def test_only_tensor_maps_pass_as_such() -> None:
     given |= {"out_map": np.zeros(1, TENSOR_MAP), "qkv_map": np.zeros(1, TENSOR_MAP)}
     assert len(arguments(kernel, template, given)) == len(given)
     for wrong in (np.zeros(2, TENSOR_MAP), np.zeros(16, np.uint64)):
-        with pytest.raises(AssertionError, match="out_map is no tensor map"):
+        with pytest.raises(AssertionError, match="out_map is not a tensor map"):
             arguments(kernel, template, {**given, "out_map": wrong})
 
 

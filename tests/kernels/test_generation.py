@@ -141,12 +141,14 @@ def test_stop_ends_it_and_does_not_come_out(engine: Engine) -> None:
     assert generate_batch(engine, [[1]], Sampling(seed=5), max_tokens=20, stop=[stop]) == [until]
 
 
-# A banned token, such as <|user|> in an answer, must not come even where it is the likeliest.
-def test_banned_never_comes(engine: Engine) -> None:
-    banned = set(range(0, VOCAB, 2))
+# A suppressed token, such as <|user|> in an answer, must not come even where it is the likeliest.
+def test_suppressed_never_comes(engine: Engine) -> None:
+    suppressed = set(range(0, VOCAB, 2))
     for sampling in (GREEDY, Sampling(temperature=50.0, seed=1)):
-        assert {token % 2 for token in generate(engine, [1], sampling, max_tokens=40, banned=banned)} == {1}
-    both = generate_batch(engine, [[1], [2]], Sampling(seed=1), max_tokens=20, banned=banned)
+        assert {
+            token % 2 for token in generate(engine, [1], sampling, max_tokens=40, suppressed=suppressed)
+        } == {1}
+    both = generate_batch(engine, [[1], [2]], Sampling(seed=1), max_tokens=20, suppressed=suppressed)
     assert {token % 2 for reply in both for token in reply} == {1}
 
 

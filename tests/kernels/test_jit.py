@@ -67,5 +67,5 @@ def test_a_cache_that_fills_up(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == 16
-    assert done.stderr.startswith(f"note: {tmp_path} cannot keep what was compiled: File too large; ")
+    assert done.stderr.startswith(f"note: {tmp_path} cannot store compiled code: File too large; ")
     assert "NANOEULER_CACHE" in done.stderr and done.stderr.count("\n") == 1

@@ -9,7 +9,7 @@ import pytest
 
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import Engine
-from kernels.generation import Sampling, Speculation, generate
+from kernels.generation import Sampling, SpeculativeStats, generate
 from tests.cuda import gpu
 
 VOCAB, CONTEXT = 40, 12
@@ -64,7 +64,7 @@ def written(
     engine: Engine, prompt: Sequence[int], how: Sampling, speculative: bool = True, **settings: Any
 ) -> list[int]:
     """The ids that follow a prompt."""
-    speculation = Speculation(engine.config.mtp_heads) if speculative else None
+    speculation = SpeculativeStats(engine.config.mtp_heads) if speculative else None
     return list(generate(engine, prompt, how, speculation=speculation, **settings))
 
 
@@ -82,10 +82,10 @@ def test_draws_and_drafts_are_their_heads(both: Engine, how: Sampling) -> None:
     rng = np.random.default_rng(0)
     tokens, uniform = rng.integers(VOCAB, size=(1, 9), dtype=np.int32), rng.random(3 + heads - 1)
     settings: dict[str, Any] = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
-    banned, cache = np.array([4, 7], np.int32), both.decoder.cache()
-    drawn = both.decoder.draw(tokens, cache, uniform[:3], banned, last=3, **settings)
+    suppressed, cache = np.array([4, 7], np.int32), both.decoder.cache()
+    drawn = both.decoder.draw(tokens, cache, uniform[:3], suppressed, last=3, **settings)
     drafts = [
-        both.decoder.draft(place, cache, uniform[place + 1 : place + heads], banned, **settings)
+        both.decoder.draft(place, cache, uniform[place + 1 : place + heads], suppressed, **settings)
         for place in (2, 0, 1)
     ]
     assert cache.length == 9
@@ -101,12 +101,12 @@ def test_draws_and_drafts_are_their_heads(both: Engine, how: Sampling) -> None:
         for place in range(3):
             drawing = uniform[place + k : place + k + 1]
             expected = alone.decoder.draw(
-                tokens[:, : 7 + place].copy(), alone.decoder.cache(), drawing, banned, **settings
+                tokens[:, : 7 + place].copy(), alone.decoder.cache(), drawing, suppressed, **settings
             )
             got = drawn[place] if k == 0 else drafts[(1, 2, 0)[place]][k - 1]
             assert got == expected[0]
     with pytest.raises(ValueError, match=r"^context: 9 \+ 4 tokens exceed model\.context = 12$"):
-        both.decoder.draw(tokens[:, :4].copy(), cache, uniform[:1], banned, **settings)
+        both.decoder.draw(tokens[:, :4].copy(), cache, uniform[:1], suppressed, **settings)
 
 
 # The ids must be plain decoding's: a draft taken that was not drawn, a draw at another token's number, a row of the cache that a
@@ -120,9 +120,9 @@ def test_ids_are_those_of_plain_decoding(both: Engine, length: int, how: Samplin
         prompt = rng.integers(VOCAB, size=length).tolist()
         plain = written(both, prompt, how, speculative=False, max_tokens=4 * CONTEXT)
         assert written(both, prompt, how, max_tokens=4 * CONTEXT) == plain
-        banned = plain[::5]
-        plain = written(both, prompt, how, speculative=False, max_tokens=2 * CONTEXT, banned=banned)
-        assert written(both, prompt, how, max_tokens=2 * CONTEXT, banned=banned) == plain
+        suppressed = plain[::5]
+        plain = written(both, prompt, how, speculative=False, max_tokens=2 * CONTEXT, suppressed=suppressed)
+        assert written(both, prompt, how, max_tokens=2 * CONTEXT, suppressed=suppressed) == plain
 
 
 # The GPU's own: a pass over drafts that rounds otherwise than one token does, a number that host and device do not share in time.
@@ -134,8 +134,8 @@ def test_ids_on_a_gpu(how: Sampling, precision: Any) -> None:
     engine = untrained(EULER, numerics=Numerics(precision=precision), device="cuda")
     for length in (1, CONTEXT - 2, CONTEXT + 3):
         prompt = np.random.default_rng(length).integers(VOCAB, size=length).tolist()
-        plain = written(engine, prompt, how, speculative=False, max_tokens=4 * CONTEXT, banned=[3])
-        assert written(engine, prompt, how, max_tokens=4 * CONTEXT, banned=[3]) == plain
+        plain = written(engine, prompt, how, speculative=False, max_tokens=4 * CONTEXT, suppressed=[3])
+        assert written(engine, prompt, how, max_tokens=4 * CONTEXT, suppressed=[3]) == plain
 
 
 # A context smaller than the drafts leaves no room for them; 0 tokens kept of it would be an empty array.
@@ -156,9 +156,9 @@ def test_ends_exactly() -> None:
         assert (
             written(engine, [1], Sampling(seed=5), max_tokens=60, stop=[stop]) == whole[: whole.index(stop)]
         )
-    assert not {*written(engine, [1], Sampling(seed=5), max_tokens=60, banned=set(range(0, VOCAB, 2)))} & {
-        *range(0, VOCAB, 2)
-    }
+    assert not {
+        *written(engine, [1], Sampling(seed=5), max_tokens=60, suppressed=set(range(0, VOCAB, 2)))
+    } & {*range(0, VOCAB, 2)}
 
 
 # A perfect draft that is rejected, or one that is not counted. The window of 12 begins with 6 tokens read, which draw one; two
@@ -167,16 +167,16 @@ def test_ends_exactly() -> None:
     "how", [GREEDY, Sampling(seed=1), Sampling(seed=1, temperature=0.7, top_k=5, top_p=0.9)]
 )
 def test_perfect_drafts_are_all_taken(how: Sampling) -> None:
-    engine, counts = constant(EULER), Speculation(EULER.mtp_heads)
+    engine, counts = constant(EULER), SpeculativeStats(EULER.mtp_heads)
     tokens = generate(engine, [1] * (CONTEXT // 2), how, max_tokens=10, speculation=counts)
     assert len(list(tokens)) == 10
-    assert counts == Speculation(3, passes=5, drafted=6, accepted=6)
-    assert counts.describe() == "2.20 tokens a pass, 6 of 6 drafted tokens (100%) taken"
+    assert counts == SpeculativeStats(3, passes=5, drafted=6, accepted=6)
+    assert counts.describe() == "2.20 tokens per pass, 6 of 6 drafted tokens (100%) accepted"
 
 
 # Counts that miss a pass or count a rejected draft would call a bad draft a good one. Random heads draft one of VOCAB tokens.
 def test_bad_drafts_are_rarely_taken() -> None:
-    engine, counts = untrained(EULER), Speculation(EULER.mtp_heads)
+    engine, counts = untrained(EULER), SpeculativeStats(EULER.mtp_heads)
     assert len(list(generate(engine, [1], GREEDY, max_tokens=200, speculation=counts))) == 200
     assert counts.passes > 100
     assert counts.accepted < counts.drafted / 4
@@ -186,10 +186,10 @@ def test_bad_drafts_are_rarely_taken() -> None:
 # A model of one head has nothing to draft with: the message must come at once and name the setting.
 def test_one_head_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^speculative: .*model\.mtp_heads of at least 2, got 1$"):
-        Speculation(1)
+        SpeculativeStats(1)
 
 
 # The checks of arguments must not wait for the first token, nor be left out with drafts.
 def test_arguments_are_checked_at_once() -> None:
     with pytest.raises(ValueError, match="max_tokens"):
-        generate(untrained(SMALL), [1], GREEDY, max_tokens=0, speculation=Speculation(3))
+        generate(untrained(SMALL), [1], GREEDY, max_tokens=0, speculation=SpeculativeStats(3))

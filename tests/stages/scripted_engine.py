@@ -63,10 +63,10 @@ class ScriptedEngine:
         tokens: np.ndarray,
         cache: ScriptCache,
         uniforms: Iterable[np.ndarray],
-        banned: np.ndarray,
+        suppressed: np.ndarray,
         **sampling: float,
     ) -> Iterator[np.ndarray]:
-        """The next ids of the script; a banned id gives the first id that is not banned."""
+        """The next ids of the script; a suppressed id gives the first id that is not suppressed."""
         if self._begins:
             self.prompts.append(tokens[0].tolist())
         self._begins = False
@@ -76,7 +76,8 @@ class ScriptedEngine:
                 raise KeyboardInterrupt
             likely = np.arange(TOKENIZER.vocab_size) == token
             yield np.array(
-                [np.where(np.isin(np.arange(TOKENIZER.vocab_size), banned), -1, likely).argmax()], np.int32
+                [np.where(np.isin(np.arange(TOKENIZER.vocab_size), suppressed), -1, likely).argmax()],
+                np.int32,
             )
 
     def describe(self) -> str:

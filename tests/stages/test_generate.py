@@ -172,8 +172,8 @@ def test_speculative(
             )
             texts.append(capsys.readouterr())
         assert texts[0].out == texts[1].out
-        assert "tokens a pass" in texts[1].err
-        assert "tokens a pass" not in texts[0].err
+        assert "tokens per pass" in texts[1].err
+        assert "tokens per pass" not in texts[0].err
 
 
 # --threads must reach the engine.

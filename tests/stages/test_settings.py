@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kernels.config import ModelConfig
-from kernels.generation import LEAST_TEMPERATURE
+from kernels.generation import MIN_TEMPERATURE
 from stages import params
 from stages.overrides import compose, read_params
 from stages.program import command_main, stage_main
@@ -128,7 +128,7 @@ WRONG = [
     ("eval.top_p", 0, "above 0 and at most 1"),
     ("eval.top_k", -1, "at least 0"),
     ("eval.temperature", -1, "at least 1e-6"),
-    ("eval.temperature", LEAST_TEMPERATURE / 2, "at least 1e-6"),
+    ("eval.temperature", MIN_TEMPERATURE / 2, "at least 1e-6"),
     ("eval.max_tokens", 0, "at least 1"),
     ("eval.prompts", ["a", 3], "a text"),
     ("numerics.precision", "int8", "one of fp32"),

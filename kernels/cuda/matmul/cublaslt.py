@@ -1,13 +1,14 @@
-"""The op matmul's library backend: cuBLASLt through ctypes, each shape by the fastest of its algorithms.
+"""Matmuls with cuBLASLt, called through ctypes. Each shape runs with the fastest algorithm.
 
-A shape is planned at its first matmul. Its descriptors are made, the candidates of the library's heuristic are timed on
-the arrays at hand, and the choice is recorded in the user's cache folder, so that a later process computes the same
-bits. After that a matmul is one call on the device's stream, which a graph can capture.
+The first matmul of a shape makes its plan. It creates the descriptors and times the candidates of the
+library's heuristic on the given arrays. The choice is recorded in the user's cache folder, so that a later
+process computes the same bits. After that a matmul is one call on the device's stream, and a CUDA graph can
+capture it.
 
-The library is column-major, so it is asked for the transpose, out^T = op(b)^T op(a)^T: its first operand is our second.
+cuBLASLt is column-major. So it computes the transpose, out^T = op(b)^T op(a)^T. Its first operand is our b.
 
-Determinism: only algorithms are offered that, if they split k, keep the partial sums in fp32 in the workspace and add
-them in a second step. The other two schemes round partial sums to the type of `out`, and one adds them in place.
+Determinism: split-K algorithms must keep their partial sums in fp32 in the workspace, and add them in a
+second step. The other two schemes round partial sums to the type of `out`. One of them adds in place.
 """
 
 import ctypes
@@ -39,21 +40,24 @@ from kernels.user_cache import user_cache
 
 Scales = tuple[Any, Any]
 CHOICES = "cublaslt.json"
-WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
-INSTALL = "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to custom (and precision fp8 to bf16)"
+WORKSPACE_BYTES = 32 << 20  # NVIDIA's recommendation for Hopper
+INSTALL = (
+    "python -m pip install nvidia-cublas, of CUDA 13.0, or set numerics.matmul to custom "
+    "(and precision fp8 to bf16)"
+)
 
-# cudaDataType, cublasComputeType_t, and the attributes of cublasLt.h that are set here.
+# cudaDataType, cublasComputeType_t, and attributes from cublasLt.h.
 _TYPES, _NAMES = {FLOAT: 0, BF16: 14, E4M3: 28}, {FLOAT: "fp32", BF16: "bf16", E4M3: "e4m3"}
 _COMPUTE = {"fp32": 68, "bf16": 68, "tf32": 77, "fp8": 68, "fp8 fast": 68}
 _BATCH_COUNT, _BATCH_OFFSET = 5, 6
 _TRANSPOSE_FIRST, _TRANSPOSE_SECOND, _EPILOGUE, _BIAS, _AUX, _AUX_ROW = 3, 4, 7, 8, 11, 12
-_SCALES, _FAST_SUMS = (18, 17), 25  # of our a, the second factor, and of b
+_SCALES, _FAST_SUMS = (18, 17), 25  # scales of our a, the library's second operand, and of b
 _EPILOGUES = {"": 1, "bias": 4, "gelu": 160, "bias gelu": 164, "gelu backward": 192}
 _MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _REDUCE_IN_COMPUTE_TYPE = 2
 _CANDIDATES = 8
-_BYTES = (16, 8, 4, 2)  # alignments of an address that are told apart
-# The first candidate within the margin of the fastest is taken, so that a near tie is not decided by noise.
+_BYTES = (16, 8, 4, 2)  # address alignments that a plan distinguishes
+# The first candidate within this margin of the fastest is chosen. So noise does not decide a near tie.
 _MARGIN = 1.01
 
 
@@ -66,17 +70,21 @@ class _Candidate(ctypes.Structure):
     )  # fmt: skip
 
 
-class Product(NamedTuple):
-    """out (m, n) = op(a) (m, k) @ op(b) (k, n), op a transposition or none; `accumulate` adds to out. Arrays are row-major.
+class MatmulShape(NamedTuple):
+    """A matmul: out (m, n) = op(a) (m, k) @ op(b) (k, n). Arrays are row-major.
 
     Args:
+        m, n, k: extents.
+        transpose_a, transpose_b: whether op transposes the operand.
+        accumulate: add to out.
         inputs, output: element types.
-        precision: what the factors are rounded to: "fp32", "tf32", "bf16", "fp8", or "fp8 fast", sums then in fewer bits as well.
-        alignments: of the addresses of a, b and out, in bytes; of every matrix of a batch.
-        epilogue: what is done to each sum before it is rounded, "" for nothing: "bias", a row (n,) is added; "gelu", it is kept
-            in `aux` (m, n) and becomes its GELU; "bias gelu", both; "gelu backward", it is multiplied by GELU's derivative at
-            aux. Bias and aux are of the output's type.
-        batch: that many such products, without an epilogue, where the arrays are (batch, ..).
+        precision: the operands are rounded to it: "fp32", "tf32", "bf16", "fp8" or "fp8 fast". "fp8 fast"
+            also accumulates in fewer bits.
+        alignments: of the addresses of a, b and out, in bytes. They hold for every matrix of a batch.
+        epilogue: applied to each sum before it is rounded, "" for none. "bias" adds a row (n,). "gelu" stores
+            the sum in `aux` (m, n) and then applies GELU. "bias gelu" does both. "gelu backward" multiplies
+            by GELU's derivative at aux. Bias and aux have the output's type.
+        batch: number of matmuls. Arrays with a batch are (batch, ..) and have no epilogue.
     """
 
     m: int
@@ -93,90 +101,93 @@ class Product(NamedTuple):
     batch: int = 1
 
     def __str__(self) -> str:
-        operation = f"{'T' if self.transpose_a else 'N'}{'T' if self.transpose_b else 'N'}{'+' if self.accumulate else ''}"
+        op_a, op_b = "NT"[self.transpose_a], "NT"[self.transpose_b]
+        operation = f"{op_a}{op_b}{'+' if self.accumulate else ''}"
         alignments = ",".join(map(str, self.alignments))
-        types = f"{_NAMES[self.inputs]}-{_NAMES[self.output]} {self.precision}{self.epilogue and ' '}{self.epilogue}"
+        epilogue = f" {self.epilogue}" if self.epilogue else ""
+        types = f"{_NAMES[self.inputs]}-{_NAMES[self.output]} {self.precision}{epilogue}"
         batch = f"{self.batch} of " if self.batch > 1 else ""
         return f"{batch}{self.m}x{self.n}x{self.k} {operation} {types} {alignments}"
 
 
 def multiply(
-    device: Device, out: Any, a: Any, b: Any, *, precision: str, transpose_a: bool = False, transpose_b: bool = False,
-    accumulate: bool = False, epilogue: str = "", bias: Any = None, aux: Any = None, scales: Scales = (None, None),
+    device: Device, out: Any, a: Any, b: Any, *, precision: str, transpose_a: bool = False,
+    transpose_b: bool = False, accumulate: bool = False, epilogue: str = "", bias: Any = None,
+    aux: Any = None, scales: Scales = (None, None),
 ) -> None:  # fmt: skip
-    """out (+)= op(a) @ op(b) with Product's epilogue; out is neither a nor b. The first call for a shape times candidates.
+    """out (+)= op(a) @ op(b) with an epilogue. The first call for a shape times the candidates.
 
     Args:
-        device: where.
-        out, a, b: row-major arrays.
-        precision, transpose_a, transpose_b, accumulate, epilogue, bias, aux: see Product.
-        scales: () fp32 at multiples of 16 bytes, which a and b are multiplied by. FP8 requires them, a transposed b, and n
-            and k that are multiples of 16.
+        device: the GPU.
+        out, a, b: row-major arrays. out must not alias a or b.
+        precision, transpose_a, transpose_b, accumulate, epilogue, bias, aux: see MatmulShape.
+        scales: of a and b, () fp32 at multiples of 16 bytes. FP8 requires scales, a transposed b, and n and k
+            that are multiples of 16.
 
     Raises:
         ValueError: the library is missing, or has no algorithm for the matmul.
     """
-    product = product_of(
-        out, a, b, precision=precision, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate,
-        epilogue=epilogue,
+    shape = matmul_shape(
+        out, a, b, precision=precision, transpose_a=transpose_a, transpose_b=transpose_b,
+        accumulate=accumulate, epilogue=epilogue,
     )  # fmt: skip
-    found = plan(device, product, out, a, b, bias=bias, aux=aux, scales=scales)
+    found = plan(device, shape, out, a, b, bias=bias, aux=aux, scales=scales)
     found.run(device, out, a, b, bias=bias, aux=aux, scales=scales)
 
 
-def product_of(
+def matmul_shape(
     out: Any, a: Any, b: Any, *, precision: str, transpose_a: bool = False, transpose_b: bool = False,
     accumulate: bool = False, epilogue: str = "",
-) -> Product:  # fmt: skip
-    """The matmul that `multiply` computes for these arguments."""
+) -> MatmulShape:  # fmt: skip
+    """The shape of the matmul that `multiply` computes for these arguments."""
     *batch, m, n = out.shape
     k = a.shape[-2 if transpose_a else -1]
-    product = Product(
+    shape = MatmulShape(
         m, n, k, transpose_a, transpose_b, accumulate, a.dtype, out.dtype, precision,
         (_alignment(a), _alignment(b), _alignment(out)), epilogue, *batch,
     )  # fmt: skip
-    assert a.shape == (*batch, *((k, m) if transpose_a else (m, k))), product
-    assert b.shape == (*batch, *((n, k) if transpose_b else (k, n))), product
-    assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), product
-    return product
+    assert a.shape == (*batch, *((k, m) if transpose_a else (m, k))), shape
+    assert b.shape == (*batch, *((n, k) if transpose_b else (k, n))), shape
+    assert a.dtype == b.dtype and all(x.flags.c_contiguous for x in (out, a, b)), shape
+    return shape
 
 
 def plan(
-    device: Device, product: Product, out: Any, a: Any, b: Any, *, bias: Any = None, aux: Any = None,
+    device: Device, shape: MatmulShape, out: Any, a: Any, b: Any, *, bias: Any = None, aux: Any = None,
     scales: Scales = (None, None),
 ) -> "Plan":  # fmt: skip
-    """The plan of a matmul, made at the first call for its shape; timing may leave the result in `out`."""
-    found = _PLANS.get(product)
+    """The plan of a shape, made at its first call. Timing may overwrite `out` with the result."""
+    found = _PLANS.get(shape)
     if found is None:
-        assert not device.stream.is_capturing(), (
-            f"cuBLASLt: {product} has to run once before a graph captures it"
-        )
-        found = Plan(product, bias, scales)
+        assert not device.stream.is_capturing(), f"cuBLASLt: {shape} must run once before a graph captures it"
+        found = Plan(shape, bias, scales)
         found.choose(device, out, a, b, bias, aux, scales)
-        _PLANS[product] = found
+        _PLANS[shape] = found
     return found
 
 
-_PLANS: dict[Product, "Plan"] = {}
+_PLANS: dict[MatmulShape, "Plan"] = {}
 
 
 class Plan:
-    """A product's descriptors and algorithm; they stay for the rest of the process, a few hundred bytes a shape.
+    """The descriptors and the algorithm of one shape. They take a few hundred bytes until the process ends.
 
     Args:
-        product: what to compute.
-        bias, scales: those of its first run: what the library offers for FP8 may depend on whether there are any.
+        shape: the matmul.
+        bias, scales: of the first run. With FP8 the library's candidates may depend on whether they are
+            given.
 
     Attributes:
-        candidates: the heuristic's, what it holds best first; chosen: the index of the one that `run` uses.
+        candidates: the algorithms that the heuristic returns, its best guess first.
+        chosen: the index of the candidate that `run` uses.
 
     Raises:
         ValueError: there is no candidate.
     """
 
-    def __init__(self, product: Product, bias: Any, scales: Scales) -> None:
-        self.product = product
-        lib, p = _library(), product
+    def __init__(self, shape: MatmulShape, bias: Any, scales: Scales) -> None:
+        self.shape = shape
+        lib, p = _library(), shape
         self._operation = c_void_p()
         _check(
             lib.cublasLtMatmulDescCreate(byref(self._operation), _COMPUTE[p.precision], _TYPES[FLOAT]),
@@ -188,14 +199,14 @@ class Plan:
         if "gelu" in p.epilogue:
             self._set(_AUX_ROW, c_int64(p.n))
         self._set(_FAST_SUMS, c_int8("fast" in p.precision))
-        self._point(bias if "fp8" in p.precision else None, None, scales)
+        self._set_pointers(bias if "fp8" in p.precision else None, None, scales)
         self._first = _layout(p.inputs, *((p.k, p.n) if p.transpose_b else (p.n, p.k)), p.batch)
         self._second = _layout(p.inputs, *((p.m, p.k) if p.transpose_a else (p.k, p.m)), p.batch)
         self._out = _layout(p.output, p.n, p.m, p.batch)
         self._one, self._beta = c_float(1), c_float(int(p.accumulate))
-        self.candidates = self._offered()
+        self.candidates = self._find_candidates()
         if not self.candidates:
-            instead = "numerics.precision to bf16" if "fp8" in p.precision else "numerics.matmul to own"
+            instead = "numerics.precision to bf16" if "fp8" in p.precision else "numerics.matmul to custom"
             raise ValueError(f"cuBLASLt has no algorithm for {p}; set {instead}")
         self.chosen = 0
 
@@ -205,39 +216,40 @@ class Plan:
         )
         _check(status, "MatmulDescSetAttribute")
 
-    def _point(self, bias: Any, aux: Any, scales: Scales) -> None:
+    def _set_pointers(self, bias: Any, aux: Any, scales: Scales) -> None:
         for attribute, array in zip((_BIAS, _AUX, *_SCALES), (bias, aux, *scales), strict=True):
             if array is not None:
                 self._set(attribute, c_void_p(array.data.ptr))
 
     def run(
-        self, device: Device, out: Any, a: Any, b: Any, candidate: int | None = None, addend: Any = None, bias: Any = None,
-        aux: Any = None, scales: Scales = (None, None),
+        self, device: Device, out: Any, a: Any, b: Any, candidate: int | None = None, addend: Any = None,
+        bias: Any = None, aux: Any = None, scales: Scales = (None, None),
     ) -> None:  # fmt: skip
-        """Start the product. `addend` is added in place of what out holds, where the product accumulates."""
-        self._point(bias, aux, scales)
+        """Start the matmul. If it accumulates, `addend` is added instead of the values in out."""
+        self._set_pointers(bias, aux, scales)
         algorithm = self.candidates[self.chosen if candidate is None else candidate].algorithm
         workspace: Any = device.workspace(((WORKSPACE_BYTES,), np.uint8))[0]
         status = _library().cublasLtMatmul(
             _handle(), self._operation, byref(self._one), b.data.ptr, self._first, a.data.ptr, self._second,
-            byref(self._beta), (out if addend is None else addend).data.ptr, self._out, out.data.ptr, self._out,
-            byref(algorithm), workspace.data.ptr, WORKSPACE_BYTES, device.stream.ptr,
+            byref(self._beta), (out if addend is None else addend).data.ptr, self._out, out.data.ptr,
+            self._out, byref(algorithm), workspace.data.ptr, WORKSPACE_BYTES, device.stream.ptr,
         )  # fmt: skip
-        _check(status, f"Matmul ({self.product})")
+        _check(status, f"Matmul ({self.shape})")
 
     def choose(self, device: Device, out: Any, a: Any, b: Any, bias: Any, aux: Any, scales: Scales) -> None:
-        """Take the recorded choice, or time the candidates and record the fastest.
+        """Use the recorded choice, or time the candidates and record the fastest.
 
-        A product that overwrites is timed on `out` itself, which then holds the product. One that accumulates must not add twice:
-        it reads `out` and writes to memory allocated for the while; where there is none, the first candidate is taken untimed.
+        A matmul that overwrites is timed on `out` itself. A matmul that accumulates must not add twice: the
+        timed runs read `out` and write to temporary memory. If the GPU has none left, the first candidate is
+        chosen untimed.
         """
-        path, key = user_cache() / "cuda" / CHOICES, f"{device.model}; cuBLASLt {version()}; {self.product}"
+        path, key = user_cache() / "cuda" / CHOICES, f"{device.model}; cuBLASLt {version()}; {self.shape}"
         recorded = choices.recorded(path).get(key)
         if recorded is not None and recorded["candidate"] < len(self.candidates):
             self.chosen = recorded["candidate"]
             return
         times: list[float] = []
-        target = _scratch(out) if self.product.accumulate else out
+        target = _scratch(out) if self.shape.accumulate else out
         if target is not None and len(self.candidates) > 1:
             works = [
                 partial(self.run, device, target, a, b, i, out, bias, aux, scales)
@@ -249,10 +261,10 @@ class Plan:
             path, key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None}
         )
 
-    def _offered(self) -> list[_Candidate]:
+    def _find_candidates(self) -> list[_Candidate]:
         lib, preference, count = _library(), c_void_p(), c_int()
         _check(lib.cublasLtMatmulPreferenceCreate(byref(preference)), "MatmulPreferenceCreate")
-        a, b, out = self.product.alignments
+        a, b, out = self.shape.alignments
         values: list[tuple[int, Any]] = [
             (_MAX_WORKSPACE, c_uint64(WORKSPACE_BYTES)),
             (_REDUCTION_SCHEMES, c_uint32(_REDUCE_IN_COMPUTE_TYPE)),
@@ -266,17 +278,17 @@ class Plan:
                 preference, attribute, byref(value), sizeof(value)
             )
             _check(status, "MatmulPreferenceSetAttribute")
-        offered = (_Candidate * _CANDIDATES)()
+        found = (_Candidate * _CANDIDATES)()
         status = lib.cublasLtMatmulAlgoGetHeuristic(
-            _handle(), self._operation, self._first, self._second, self._out, self._out, preference, _CANDIDATES, offered,
-            byref(count),
+            _handle(), self._operation, self._first, self._second, self._out, self._out, preference,
+            _CANDIDATES, found, byref(count),
         )  # fmt: skip
         lib.cublasLtMatmulPreferenceDestroy(preference)
-        return [one for one in offered[: count.value] if status == 0 and one.status == 0]
+        return [candidate for candidate in found[: count.value] if status == 0 and candidate.status == 0]
 
 
 def _scratch(like: Any) -> Any:
-    """An array of this shape and type in memory of its own, which the GPU has back when it goes; None where there is no room."""
+    """An array like this one, in memory that is freed with it. None if the GPU has too little memory."""
     try:
         memory = cupy.cuda.memory.Memory(like.nbytes)
     except (cupy.cuda.runtime.CUDARuntimeError, MemoryError):
@@ -285,12 +297,12 @@ def _scratch(like: Any) -> Any:
 
 
 def _alignment(array: Any) -> int:
-    apart = array.strides[0] if array.ndim == 3 else 0
-    return next((size for size in _BYTES if array.data.ptr % size == 0 and apart % size == 0), 1)
+    batch_stride = array.strides[0] if array.ndim == 3 else 0
+    return next((size for size in _BYTES if array.data.ptr % size == 0 and batch_stride % size == 0), 1)
 
 
 def _layout(dtype: np.dtype[Any], rows: int, columns: int, batch: int) -> c_void_p:
-    """Of column-major matrices without gaps."""
+    """The layout of contiguous column-major matrices."""
     layout = c_void_p()
     status = _library().cublasLtMatrixLayoutCreate(byref(layout), _TYPES[dtype], rows, columns, rows)
     _check(status, "MatrixLayoutCreate")
@@ -303,7 +315,7 @@ def _layout(dtype: np.dtype[Any], rows: int, columns: int, batch: int) -> c_void
 
 
 def version() -> int:
-    """Of the library, 130101 for 13.1.1."""
+    """The version of the library: 130101 is 13.1.1."""
     return int(_library().cublasLtGetVersion())
 
 
@@ -311,7 +323,7 @@ def version() -> int:
 def _library() -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL(str(load_nvidia_dynamic_lib("cublasLt").abs_path))
-    except Exception as error:  # pathfinder has a dozen of its own
+    except Exception as error:  # pathfinder raises many types
         raise ValueError(f"CUDA: the library cuBLASLt was not found ({error}); {INSTALL}") from None
     lib.cublasLtGetVersion.restype = c_size_t
     lib.cublasLtMatrixLayoutCreate.argtypes = [c_void_p, c_int, c_uint64, c_uint64, c_int64]
@@ -326,7 +338,7 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def _handle() -> c_void_p:
-    """Of the GPU that this process computes on."""
+    """The library's handle for this process's GPU."""
     handle = c_void_p()
     _check(_library().cublasLtCreate(byref(handle)), "Create")
     return handle

@@ -1,4 +1,4 @@
-"""Launchers of fp8.cu; the contracts are those of kernels.cpu.fp8."""
+"""Launchers of fp8.cu. Contracts: kernels/cpu/fp8.py."""
 
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import Array, Kernel, constants
@@ -13,7 +13,7 @@ _SCALE_BLOCK, _CAST_BLOCK, _SIZE, _LOADS_IN_FLIGHT, _COLUMNS, ROWS = (
     _CONSTANTS[name] for name in ("SCALE_BLOCK", "CAST_BLOCK", "SIZE", "LOADS_IN_FLIGHT", "COLUMNS", "ROWS")
 )
 _RESCALE_BLOCK = 128
-_BLOCKS_PER_SM = 4  # of _SCALE: as many threads as a Hopper GPU's holds
+_BLOCKS_PER_SM = 4  # of _SCALE: they fill an SM of a Hopper GPU
 
 
 def fp8(
@@ -26,9 +26,9 @@ def fp8(
     *,
     measure: bool,
 ) -> None:
-    """See kernels.cpu.fp8.fp8; inp is bf16, and its columns and transposed's are multiples of 16.
+    """See kernels/cpu/fp8.py. inp is bf16. Its columns and those of transposed are multiples of 16.
 
-    Cost: reads inp once, twice where it measures; writes two bytes an element.
+    Cost: reads inp once, or twice if it measures the amax. Writes two bytes per element.
     """
     if measure:
         vectors = inp.size // _SIZE
@@ -49,7 +49,7 @@ def fp8(
 def fp8_gelu_forward(
     device: Device, out: Array, transposed: Array, scale: Array, amax: Array, up: Array
 ) -> None:
-    """fp8, not measured, of what gelu_forward makes of up."""
+    """The FP8 casts of GELU(up). The scale is given, not measured."""
     _cast(device, _GELU, out, transposed, scale, amax, up)
 
 
@@ -63,25 +63,28 @@ def fp8_gelu_backward(
     dout: Array,
     up: Array,
 ) -> None:
-    """fp8, unmeasured, of what gelu_backward makes of dout and up, and its sums over ROWS rows each: partial (1, n, F)."""
+    """The FP8 casts of the gradient of up. The scale is given, not measured.
+
+    partial (1, n, F) gets the gradient's sums over ROWS rows each.
+    """
     _cast(device, _GELU_BACKWARD, out, transposed, scale, amax, dout, partial, up)
 
 
 def _cast(
-    device: Device, of: int, out: Array, transposed: Array, scale: Array, amax: Array | None, inp: Array,
-    partial: Array | None = None, up: Array | None = None,
+    device: Device, function: int, out: Array, transposed: Array, scale: Array, amax: Array | None,
+    inp: Array, partial: Array | None = None, up: Array | None = None,
 ) -> None:  # fmt: skip
     (rows, columns), pitch = inp.shape, transposed.shape[1]
     assert columns % MULTIPLE == pitch % MULTIPLE == 0, f"fp8: {columns} columns, {pitch} transposed"
     grid = -(-columns // _COLUMNS), -(-max(rows, pitch) // ROWS)
     device.launch(
-        _CAST, (of,), grid, _CAST_BLOCK,
+        _CAST, (function,), grid, _CAST_BLOCK,
         out=out, transposed=transposed, scale=scale, amax=amax, partial=partial, inp=inp, up=up,
         rows=rows, columns=columns, pitch=pitch,
     )  # fmt: skip
 
 
 def fp8_rescale(device: Device, scales: Array, amax: Array, norm: Array) -> None:
-    """See kernels.cpu.fp8.fp8_rescale."""
+    """See kernels/cpu/fp8.py."""
     blocks = -(-amax.size // _RESCALE_BLOCK)
     device.launch(_RESCALE, (), blocks, _RESCALE_BLOCK, scales=scales, amax=amax, norm=norm, count=amax.size)

@@ -1,4 +1,4 @@
-"""Launcher of linear_rows.cu: a linear layer of few rows, as decoding has them."""
+"""Launcher of linear_rows.cu: a linear layer with few rows, for decoding."""
 
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import Array, Kernel, constants
@@ -13,17 +13,18 @@ _LINEAR = Kernel(
 )
 _CONSTANTS = constants("matmul/linear_rows.cu")
 _WARP, _WARPS, _VECS = (_CONSTANTS[name] for name in ("WARP", "WARPS", "VECS"))
-_BLOCKS_PER_SM = 4  # more would not be resident at once
+_BLOCKS_PER_SM = 4  # an SM cannot hold more at once
 
 
 def linear_rows(device: Device, out: Array, inp: Array, weight: Array, bias: Array | None = None) -> None:
-    """out (rows, outputs) = inp @ weight^T (+ bias), overwritten; all hold T.
+    """out (rows, outputs) = inp @ weight^T (+ bias). All arrays hold T.
 
-    Precision: fp32 arithmetic, one rounding of the result. Determinism: a row's bits do not depend on how many rows there are.
+    Precision: fp32 arithmetic, one rounding of the result.
+    Determinism: the bits of a row do not depend on the number of rows.
     """
     outputs, inputs = weight.shape
     size = vector_size(inputs, weight, inp)
-    splits = 1  # warps that share two outputs: so many that each has PARTS vectors a lane, if it can be
+    splits = 1  # warps that share two outputs, until each has at most VECS vectors per lane
     while splits < _WARPS and splits * _VECS * _WARP * size < inputs:
         splits *= 2
     pairs, group = -(-outputs // 2), _WARPS // splits

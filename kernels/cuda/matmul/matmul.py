@@ -1,7 +1,7 @@
 """The matmul of every linear layer, by one of two backends (numerics.matmul).
 
-    cublaslt  the library, see cublaslt.py; with precision tf32 it rounds the operands to 10 bits of mantissa
-    custom    matmul_mma.cu, tensor cores, for bf16; matmul_tiled.cu for fp32, which it does not round with tf32 either
+    cublaslt  the library, see cublaslt.py. With tf32 it rounds the operands to 10 bits of mantissa.
+    custom    matmul_mma.cu for bf16, on tensor cores. matmul_tiled.cu for fp32; it ignores tf32.
 
 Both accumulate in fp32 and round once to the type of the result. Weights in FP8 go to matmul_fp8.py.
 """
@@ -16,8 +16,8 @@ from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import BF16, FLOAT, Kernel, constants
 from kernels.cuda.runtime.vectors import vector_size
 
-# Type of the result, and whether k runs along the rows of a, and of b: forward, input gradient, weight gradient, and Muon's
-# Gram matrix, which stays in bf16.
+# Type of the result, and whether k is the contiguous extent of a, and of b. In this order: forward, input
+# gradient, weight gradient, and Muon's Gram matrix in bf16.
 _LAYOUTS = ((BF16, True, True), (BF16, True, False), (FLOAT, False, False), (BF16, False, False))
 _MMA = Kernel(
     "matmul/matmul_mma.cu",
@@ -36,7 +36,8 @@ _WIDE_BYTES = 16
 def matmul_forward(device: Device, out: Any, inp: Any, weight: Any, bias: Any = None) -> None:
     """See kernels/cpu/matmul.py. All arrays hold T. The bias is added in fp32, before the one rounding.
 
-    The custom backend rounds a second time before the bias; so does cublaslt if a row is not a multiple of 16 bytes.
+    The custom backend rounds a second time before the bias. So does cublaslt if a row is not a multiple of 16
+    bytes.
     """
     if isinstance(weight, Fp8Weight):
         fp8_forward(device, out, inp, weight, bias)
@@ -71,7 +72,7 @@ def matmul_backward(
     add_dinp: bool = False,
     add_dweight: bool = True,
 ) -> None:
-    """See kernels/cpu/matmul.py. dweight is fp32, everything else T; dinp is rounded once, also if it accumulates."""
+    """See kernels/cpu/matmul.py. dweight is fp32, the rest T. dinp is rounded once, even if accumulated."""
     if isinstance(weight, Fp8Weight):
         assert not add_dinp
         fp8_backward(device, dinp, dweight, dout, weight, accumulate=add_dweight)
@@ -95,7 +96,7 @@ def multiply(
     transpose_b: bool = False,
     accumulate: bool = False,
 ) -> None:
-    """out (m, n) (+)= op(a) @ op(b); with a leading batch extent, a batch of such matmuls."""
+    """out (m, n) (+)= op(a) @ op(b). 3-d arrays are a batch of such matmuls."""
     if device.matmul == "cublaslt":
         cublaslt.multiply(
             device, out, a, b, precision=device.precision, transpose_a=transpose_a, transpose_b=transpose_b,
@@ -119,7 +120,7 @@ def multiply_custom(
     transpose_b: bool = False,
     accumulate: bool = False,
 ) -> None:
-    """out (m, n) (+)= op(a) @ op(b) by this project's kernels. Few rows take as long as a whole tile of them."""
+    """out (m, n) (+)= op(a) @ op(b) with our own kernels. Few rows take as long as a whole tile."""
     (m, n), k = out.shape, a.shape[0 if transpose_a else 1]
     blocks = -(-m // _TILE) * -(-n // _TILE)
     given = {"out": out, "a": a, "b": b, "m": m, "n": n, "k": k, "accumulate": accumulate}

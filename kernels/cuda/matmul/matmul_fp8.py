@@ -1,9 +1,10 @@
 """The matmuls of the blocks' linear layers with 8-bit operands, in training (numerics.precision: fp8).
 
-Forward and input gradient read casts of the weight, made once per update. Activations and gradients are cast for each
-matmul. Their scales come from the amax values of the update before (delayed scaling), which saves a pass over each array.
-An engine's first update has none, so `device.current_scaling` takes the array's own amax. cuBLASLt has FP8 matmuls only if k
-runs along the rows of both operands: hence the transposed copies.
+The forward pass and the input gradient read casts of the weight, made once per update. Activations and
+gradients are cast for each matmul. Their scales come from the amax values of the previous update (delayed
+scaling). That saves a pass over each array. An engine's first update has no previous one:
+`device.current_scaling` then uses the array's own amax. cuBLASLt needs k as the contiguous extent of both FP8
+operands. So transposed casts are stored, too.
 """
 
 import math
@@ -30,9 +31,10 @@ class Fp8Weight(NamedTuple):
     Args:
         bf16: the weight itself.
         cast, transposed: its cast, and the transposed cast.
-        saved_inp: bytes for the transposed cast of an input, which forward leaves to backward.
+        saved_inp: bytes for the transposed cast of the input. The forward pass writes it for the backward
+            pass.
         scale, inp_scale, dout_scale: () fp32, the scales of the casts of weight, input and output gradient.
-        inp_amax, dout_amax: () int32, bits of the largest magnitudes of this update's inputs and gradients so far.
+        inp_amax, dout_amax: () int32, the bits of the amax of this update's inputs and gradients so far.
     """
 
     bf16: Array
@@ -57,17 +59,17 @@ class Fp8Weight(NamedTuple):
 
 
 def fp8_weight(device: Device, *arrays: Array, scales: Array, amax: Array) -> Fp8Weight:
-    """The handle over its four arrays, scales (3, 4) of which the first column counts, and amax (2,)."""
-    return Fp8Weight(*arrays, *(one.reshape(()) for one in (*scales[:, :1], *amax.reshape(2, 1))))
+    """An Fp8Weight from its four arrays, the first column of scales (3, 4), and amax (2,)."""
+    return Fp8Weight(*arrays, *(scalar.reshape(()) for scalar in (*scales[:, :1], *amax.reshape(2, 1))))
 
 
 def cast_weight(device: Device, weight: Fp8Weight) -> None:
-    """Bring the casts up to the weight."""
+    """Update the casts from the weight."""
     fp8(device, weight.cast, weight.transposed, weight.scale, None, weight.bf16, measure=True)
 
 
 def fp8_forward(device: Device, out: Any, inp: Any, weight: Fp8Weight, bias: Any) -> None:
-    """out, bf16, = inp @ weight^T (+ bias), operands in FP8; one rounding."""
+    """out = inp @ weight^T (+ bias), operands in FP8. out is bf16, rounded once."""
     _, cast = device.workspace(_CUBLASLT, (inp.shape, E4M3))
     saved, scale = _saved_inp(weight, len(inp)), weight.inp_scale
     fp8(device, cast, saved, scale, weight.inp_amax, inp, measure=device.current_scaling)
@@ -77,7 +79,7 @@ def fp8_forward(device: Device, out: Any, inp: Any, weight: Fp8Weight, bias: Any
 def fp8_backward(
     device: Device, dinp: Any, dweight: Any, dout: Any, weight: Fp8Weight, *, accumulate: bool
 ) -> None:
-    """matmul_backward, operands in FP8; the input is that of the last fp8_forward with this weight."""
+    """matmul_backward with FP8 operands. The input is that of the last fp8_forward with this weight."""
     cast, transposed, _ = _gradient_scratch(device, dout)
     fp8(device, cast, transposed, weight.dout_scale, weight.dout_amax, dout, measure=device.current_scaling)
     _multiply_gradient(device, dinp, dweight, cast, transposed, weight, accumulate=accumulate)
@@ -86,9 +88,9 @@ def fp8_backward(
 def fp8_mlp_forward(
     device: Device, out: Any, act: Any, up: Any, inp: Any, weight: Fp8Weight, bias: Any, down: Fp8Weight
 ) -> None:
-    """matmul_gelu_forward and the next matmul, out = act @ down^T. GELU's result is cast without being stored.
+    """matmul_gelu_forward and the next matmul, out = act @ down^T. act is cast without being stored.
 
-    With current scaling, act is written as well.
+    With current scaling, it is also stored.
     """
     fp8_forward(device, up, inp, weight, bias)
     _, cast = device.workspace(_CUBLASLT, (up.shape, E4M3))
@@ -102,14 +104,15 @@ def fp8_mlp_forward(
 
 
 def fp8_mlp_backward(
-    device: Device, dinp: Any, dup: Any, dweight: Any, dbias: Any, ddown: Any, dout: Any, up: Any, weight: Fp8Weight,
-    down: Fp8Weight, *, add_dweight: bool,
+    device: Device, dinp: Any, dup: Any, dweight: Any, dbias: Any, ddown: Any, dout: Any, up: Any,
+    weight: Fp8Weight, down: Fp8Weight, *, add_dweight: bool,
 ) -> None:  # fmt: skip
-    """The backward pass of fp8_mlp_forward. dbias accumulates; dweight and ddown as in matmul_backward.
+    """The backward pass of fp8_mlp_forward. dbias accumulates. dweight and ddown are as in matmul_backward.
 
-    dup is overwritten: with current scaling by its gradient, otherwise by act's, since dup's exists only as a cast.
+    With current scaling, dup gets the gradient of up. Otherwise it gets the gradient of act, and the gradient
+    of up exists only as a cast.
     """
-    fp8_backward(device, dup, ddown, dout, down, accumulate=add_dweight)  # dup holds act's gradient now
+    fp8_backward(device, dup, ddown, dout, down, accumulate=add_dweight)  # dup holds the gradient of act
     if device.current_scaling:
         gelu_backward(device, dup, dup, up)
         if dbias is not None:
@@ -124,7 +127,7 @@ def fp8_mlp_backward(
 
 
 def _saved_inp(weight: Fp8Weight, rows: int) -> Any:
-    """The transposed cast of an input of so many rows; its rows are padded to a multiple of 16."""
+    """The transposed cast of an input with this many rows. Its rows are padded to a multiple of 16."""
     shape = weight.bf16.shape[1], pitch(rows)
     return weight.saved_inp[: math.prod(shape)].view(E4M3).reshape(shape)
 
@@ -139,9 +142,9 @@ def _multiply_gradient(
     *,
     accumulate: bool,
 ) -> None:
-    """Both matmuls of a gradient that has been cast."""
+    """Both matmuls of a gradient, from its casts."""
     saved, scales = _saved_inp(weight, len(cast)), (weight.dout_scale, weight.inp_scale)
-    # The sum over all positions is the longest: it is accumulated in fp32.
+    # The sum over all positions is the longest sum. So it is accumulated in fp32.
     cublaslt.multiply(
         device,
         dweight,
@@ -156,7 +159,7 @@ def _multiply_gradient(
 
 
 def _multiply(device: Device, out: Any, a: Any, b: Any, scales: tuple[Any, Any], bias: Any = None) -> None:
-    """out = a @ b^T (+ bias), accumulated by the tensor cores, which keep fewer bits than fp32."""
+    """out = a @ b^T (+ bias), accumulated by the tensor cores with fewer bits than fp32."""
     epilogue = "" if bias is None else "bias"
     cublaslt.multiply(
         device, out, a, b, precision="fp8 fast", transpose_b=True, epilogue=epilogue, bias=bias, scales=scales
@@ -164,7 +167,7 @@ def _multiply(device: Device, out: Any, a: Any, b: Any, scales: tuple[Any, Any],
 
 
 def _gradient_requests(rows: int, outputs: int) -> tuple[Request, ...]:
-    """The library's workspace; a gradient's cast, its transpose, and sums over its tiles' rows."""
+    """The library's workspace, a gradient's cast, the transposed cast, and the sums over each tile's rows."""
     partial = (1, -(-rows // ROWS), outputs), FLOAT
     return _CUBLASLT, ((rows, outputs), E4M3), ((outputs, pitch(rows)), E4M3), partial
 
@@ -174,7 +177,7 @@ def _gradient_scratch(device: Device, dout: Any) -> list[Any]:
 
 
 def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
-    """Of the widest linear layer, forward or backward.
+    """Scratch memory of the widest linear layer, forward or backward.
 
     Raises:
         ValueError: a width is not a multiple of 16.
@@ -184,8 +187,8 @@ def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
     for width in {width for linear in config.linears.values() for width in linear}:
         if width % MULTIPLE:
             raise ValueError(
-                f"numerics.precision: fp8 needs linear layers with widths that are multiples of {MULTIPLE} (they follow from "
-                f"model.dim, ffn, heads and kv_heads), one is {width}; set it to bf16"
+                f"numerics.precision: fp8 needs linear layers with widths that are multiples of {MULTIPLE} "
+                f"(they follow from model.dim, ffn, heads and kv_heads), one is {width}; set it to bf16"
             )
     backward = (request_bytes(*_gradient_requests(rows, outputs)) for outputs, _ in config.linears.values())
     forward = (request_bytes(_CUBLASLT, ((rows, inputs), E4M3)) for _, inputs in config.linears.values())

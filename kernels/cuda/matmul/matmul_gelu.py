@@ -1,7 +1,8 @@
-"""A linear layer fused with GELU; mathematics and contracts: kernels/cpu/matmul_gelu.py.
+"""A linear layer fused with GELU. Mathematics and contracts: kernels/cpu/matmul_gelu.py.
 
-In bf16, GELU is computed from the matmul's fp32 accumulators, which saves a pass over (rows, F) in each direction. On
-Hopper this project's kernel does it, with either backend, and also sums dup for the bias. Elsewhere cuBLASLt does.
+In bf16, GELU is computed from the matmul's fp32 accumulators. That saves a pass over (rows, F), forward and
+backward. On Hopper GPUs our own kernel does it, with either backend. It also sums dup for the bias. On other
+GPUs cuBLASLt does it.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from kernels.cuda.runtime.vectors import vector_size
 from kernels.cuda.sum_rows import add_rows
 
 _SIZE = 8  # cuBLASLt's GELU epilogues need rows that are a multiple of 8 elements
-_TILE_N = (192, 128)  # of a tile: 192 loads fewer bytes per multiply-add, 128 divides every other width
+_TILE_N = (192, 128)  # 192 loads fewer bytes per multiply-add, 128 divides every other width
 _INSTANCES = tuple((backward, tile_n) for backward in (False, True) for tile_n in _TILE_N)
 _HOPPER = Kernel("matmul/matmul_gelu_hopper.cu", "matmul_gelu", _INSTANCES, hopper=True)
 _CONSTANTS = constants("matmul/matmul_gelu_hopper.cu", TILE_N=_TILE_N[0])
@@ -25,7 +26,7 @@ _TILE_M, _BOX, _CLUSTER = (_CONSTANTS[name] for name in ("TILE_M", "BOX", "CLUST
 _BLOCK = 3 * _CONSTANTS["WARPGROUP"]
 _WARPS = _CONSTANTS["WARPGROUP"] // _CONSTANTS["WARP"]
 _MBARRIER_BYTES = 192  # more than enough
-# The same for both widths: a narrower tile has more stages.
+# The same for both tile widths: a narrower tile has more stages.
 _SHARED_BYTES = (
     _CONSTANTS["STAGES"] * _CONSTANTS["STAGE_BYTES"]
     + _CONSTANTS["CONSUMERS"] * _CONSTANTS["EPILOGUE_BUFFERS"] * _CONSTANTS["BOX_BYTES"]
@@ -34,14 +35,18 @@ _SHARED_BYTES = (
 
 
 def matmul_gelu_forward(device: Device, act: Any, up: Any, inp: Any, weight: Any, bias: Any = None) -> None:
-    """See kernels/cpu/matmul_gelu.py. In bf16 both results come from the fp32 accumulator: act is not GELU of a rounded up."""
+    """See kernels/cpu/matmul_gelu.py.
+
+    In bf16 both results come from the fp32 accumulators: act is not GELU of the rounded up.
+    """
     few = len(inp) <= linear_rows.MAX_ROWS
     if not few and _takes_hopper(device, up, inp):
         _launch_hopper(device, up, act, inp, weight, bias=bias)
     elif not few and _gelu_in_epilogue(device, act, up, bias):
         epilogue = "gelu" if bias is None else "bias gelu"
         cublaslt.multiply(
-            device, act, inp, weight, precision=device.precision, transpose_b=True, epilogue=epilogue, bias=bias, aux=up
+            device, act, inp, weight, precision=device.precision, transpose_b=True, epilogue=epilogue,
+            bias=bias, aux=up,
         )  # fmt: skip
     else:
         matmul_forward(device, up, inp, weight, bias)
@@ -52,7 +57,7 @@ def matmul_gelu_backward(
     device: Device, dup: Any, dweight: Any, dout: Any, act: Any, up: Any, weight: Any, dbias: Any = None, *,
     add_dweight: bool = True,
 ) -> None:  # fmt: skip
-    """See kernels/cpu/matmul_gelu.py. dweight and dbias are fp32, everything else T; in bf16 dup is rounded once."""
+    """See kernels/cpu/matmul_gelu.py. dweight and dbias are fp32, the rest T. In bf16 dup is rounded once."""
     if _takes_hopper(device, up, dout):
         weight_gradient(device, dweight, dout, act, accumulate=add_dweight)
         (partial,) = device.workspace(_scratch(*up.shape))
@@ -79,7 +84,7 @@ def _gelu_in_epilogue(device: Device, out: Any, up: Any, bias: Any) -> bool:
 
 
 def _takes_hopper(device: Device, up: Any, inp: Any) -> bool:
-    """Whether matmul_gelu_hopper.cu takes these arrays: widths that are whole TMA boxes."""
+    """Whether matmul_gelu_hopper.cu supports these arrays: the widths must be whole TMA boxes."""
     whole = up.shape[1] % _BOX == 0 and inp.shape[1] % _BOX == 0
     return device.arch == "sm_90" and up.dtype == BF16 and whole
 
@@ -87,10 +92,13 @@ def _takes_hopper(device: Device, up: Any, inp: Any) -> bool:
 def _launch_hopper(
     device: Device, up: Any, out: Any, inp: Any, weight: Any, *, bias: Any = None, partial: Any = None
 ) -> None:
-    """Forward: up and out = act, from inp. Backward, if there is `partial`: out = dup and sums of it, from inp = dout."""
+    """Forward: writes up and out = act. Backward: writes out = dup and its sums, from inp = dout.
+
+    It is the backward pass if `partial` is given.
+    """
     (m, n), k, backward = up.shape, inp.shape[1], partial is not None
     tile_n = next((tile_n for tile_n in _TILE_N if n % tile_n == 0), _TILE_N[-1])
-    # Persistent clusters of two blocks, no more than there are pairs of tiles.
+    # Persistent clusters of two blocks, at most one per pair of tiles.
     pairs = -(-m // _TILE_M) * -(-n // (_CLUSTER * tile_n))
     arrays = {"up_map": up, "out_map": out, "a_map": inp, "b_map": weight}
     maps = {name: device.heads_map(array.reshape(1, len(array), 1, -1)) for name, array in arrays.items()}
@@ -101,10 +109,10 @@ def _launch_hopper(
 
 
 def _scratch(rows: int, columns: int) -> Request:
-    """A row of partial sums per warp, for the bias's gradient."""
+    """One row of partial sums per warp, for the gradient of the bias."""
     return (1, _WARPS * -(-rows // _TILE_M), columns), FLOAT
 
 
 def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
-    """Of the Hopper kernel."""
+    """Scratch memory of the Hopper kernel."""
     return request_bytes(_scratch(rows, config.ffn))

@@ -1,4 +1,4 @@
-"""A file of choices that were made once, by key, so that a later process makes the same."""
+"""A file of recorded choices by key, so that a later process makes the same choices."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from filelock import FileLock
 
 
 def recorded(path: Path) -> dict[str, dict[str, Any]]:
-    """The choices made so far."""
+    """The choices in the file, none if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -19,10 +19,11 @@ def recorded(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def record(path: Path, key: str, choice: dict[str, Any]) -> None:
-    """Add a choice; another process's are kept.
+    """Add a choice to the file. Choices of other processes are kept.
 
     Raises:
-        ValueError: the file cannot be written. A choice that is not kept could be another one next time, with other bits.
+        ValueError: the file cannot be written. Without it the next process could choose otherwise and compute
+            other bits.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""From a .cu file to machine code with NVRTC: no GPU, driver, CuPy or CUDA toolkit is needed, two wheels are.
+"""Compiles a .cu file to machine code with NVRTC.
 
-Each kernel instance (one choice of template arguments) is compiled on its own and kept in the user's cache folder. Its key is a
-hash of the .cu file, the headers it includes, the instance, the options, the architecture and the compiler's version.
+That needs two wheels, but no GPU, driver, CuPy or CUDA toolkit. Each kernel instance (one choice of template
+arguments) is compiled separately and kept in the user's cache folder. Its key is a hash of the .cu file, its
+headers, the instance, the options, the architecture and the compiler's version.
 """
 
 import ctypes
@@ -19,8 +20,8 @@ from kernels.user_cache import say_not_kept, user_cache
 
 FOLDER = Path(__file__).parent.parent  # kernels/cuda
 INCLUDE = FOLDER / "include"
-# -default-device: helper functions need no __device__. ptxas' report of registers and spills comes back in the log, but not of
-# what NVRTC takes from a cache of its own.
+# -default-device: helper functions need no __device__. --no-cache: code from NVRTC's own cache comes without
+# ptxas' report of registers and spills.
 OPTIONS = ("--std=c++17", "-default-device", "-lineinfo", "--ptxas-options=-v", "--no-cache")
 INSTALL = "python -m pip install nvidia-cuda-nvrtc nvidia-cuda-runtime, both of CUDA 13.0"
 
@@ -30,11 +31,11 @@ class Compiled:
     """Machine code of one kernel instance.
 
     Args:
-        symbol: its name in the code.
+        symbol: name of the kernel in the code.
         cubin: the code.
-        registers: a thread's.
-        spill_bytes: stores and loads of registers that did not fit.
-        warnings: what ptxas said of its own accord, e.g. that it had to serialise.
+        registers: registers per thread.
+        spill_bytes: stores and loads of spilled registers.
+        warnings: warnings of ptxas, e.g. about serialization.
     """
 
     symbol: str
@@ -45,7 +46,7 @@ class Compiled:
 
 
 def compile_instance(source: str, instance: str, arch: str) -> Compiled:
-    """Compile one instance of a kernel, or take it from the cache.
+    """Compile one instance of a kernel, or load it from the cache.
 
     Args:
         source: path of a .cu file in kernels/cuda, "rmsnorm.cu".
@@ -53,7 +54,8 @@ def compile_instance(source: str, instance: str, arch: str) -> Compiled:
         arch: "sm_80", "sm_90a", ...
 
     Raises:
-        ValueError: NVRTC or the CUDA headers are missing, or the code does not compile; the message holds the log.
+        ValueError: NVRTC or the CUDA headers are missing, or the code does not compile. The message has the
+            log.
     """
     options = (*OPTIONS, f"-arch={arch}")
     digest = hashlib.sha256(
@@ -75,7 +77,7 @@ def compile_instance(source: str, instance: str, arch: str) -> Compiled:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """A file that appears under its name when it is whole; several processes may write it."""
+    """Write a file atomically. Several processes may write the same file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         partial.write_bytes(content)
@@ -86,7 +88,7 @@ def _write(path: Path, content: bytes) -> None:
 
 @cache
 def sources(source: str) -> str:
-    """The text of the file, after the text of every header that it includes, directly or not."""
+    """The text of every header that the file includes, directly or not, then the text of the file."""
     found: dict[Path, str] = {}
 
     def read(path: Path) -> None:
@@ -105,7 +107,7 @@ def sources(source: str) -> str:
 def _nvrtc() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(load_nvidia_dynamic_lib("nvrtc").abs_path))
-    except Exception as error:  # pathfinder has a dozen of its own
+    except Exception as error:  # pathfinder raises many types
         raise ValueError(f"CUDA: the compiler library NVRTC was not found ({error}); {INSTALL}") from None
 
 
@@ -151,7 +153,8 @@ def _compile(source: str, instance: str, options: tuple[str, ...]) -> Compiled:
         symbol = ctypes.c_char_p()
         _check(nvrtc.nvrtcGetLoweredName(program, name, ctypes.byref(symbol)), "nvrtcGetLoweredName")
         assert symbol.value is not None
-        # A file's kernels that are no templates are compiled beside the instance; remarks on it may come before its report.
+        # The log also reports the file's kernels that are not templates. So only this instance's report is
+        # read. Warnings may come before it.
         own = log.partition(f"Compiling entry function '{symbol.value.decode()}'")[2].partition(
             "Compiling entry function"
         )[0]

@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel may start before the previous kernel on the stream has ended.
 
-CuPy does not offer it, so this calls the driver's cuLaunchKernelEx. Captured in a CUDA graph it becomes a programmatic edge. The
-device's side is include/dependent_launch.cuh.
+CuPy does not support it, so this module calls the driver's cuLaunchKernelEx. Captured in a CUDA graph, the
+launch becomes a programmatic edge. The device code is include/dependent_launch.cuh.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from kernels.cuda.runtime.driver import driver
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: its number, and a union of 64 bytes of which only an int is used here."""
+    """CUlaunchAttribute: a number, and a union of 64 bytes. Only the union's int is used here."""
 
     _fields_ = (
         ("number", ctypes.c_int),
@@ -28,8 +28,8 @@ class _Config(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
-        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
     )  # fmt: skip
 
 
@@ -44,14 +44,15 @@ def launch_dependent(
     shared_bytes: int,
     stream: int,
 ) -> None:
-    """Launch a driver's function; arguments as kernels.cuda.runtime.launch.arguments gives them.
+    """Launch a driver function. `arguments` come from kernels.cuda.runtime.launch.arguments.
 
     Raises:
-        cupy.cuda.driver.CUDADriverError: the driver refuses it.
+        cupy.cuda.driver.CUDADriverError: the driver rejects the launch.
     """
     attribute = _Attribute(number=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
     config = _Config(
-        (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid))), (ctypes.c_uint * 3)(*block, *[1] * (3 - len(block))),
+        (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid))),
+        (ctypes.c_uint * 3)(*block, *[1] * (3 - len(block))),
         shared_bytes, stream, ctypes.pointer(attribute), 1,
     )  # fmt: skip
     values = [_value(argument) for argument in arguments]
@@ -62,7 +63,7 @@ def launch_dependent(
 
 
 def _value(argument: Any) -> Any:
-    """An argument's bytes, at an address of their own: an array's is that of its memory on the device."""
+    """The bytes of an argument in host memory. For an array they are its device address."""
     if isinstance(argument, cupy.ndarray):
         return ctypes.c_void_p(argument.data.ptr)
     return ctypes.create_string_buffer(argument.tobytes())

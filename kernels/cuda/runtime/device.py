@@ -1,4 +1,4 @@
-"""The GPU of this process: its stream, its loaded kernels, memory to and from the host, and CUDA graphs.
+"""The GPU of this process: its stream, its loaded kernels, copies to and from the host, and CUDA graphs.
 
 Everything runs on one stream, in order, so operations can share one scratch buffer.
 """
@@ -17,8 +17,8 @@ from kernels.cuda.runtime.launch import BF16, Array, Kernel, Template, arguments
 from kernels.cuda.runtime.tensor_map import heads_map
 from kernels.ops import Fp8Ops, Graphs
 
-# Oldest architecture with bf16 products and asynchronous copies.
-OLDEST = (8, 0)
+# The oldest architecture with bf16 matmuls and asynchronous copies.
+MIN_CAPABILITY = (8, 0)
 
 
 # Shape and dtype of an array in scratch memory.
@@ -27,7 +27,7 @@ _SCRATCH_ALIGNMENT = 256
 
 
 def request_bytes(*requests: Request) -> int:
-    """Scratch memory that these arrays take together."""
+    """The scratch memory for these arrays together."""
     sizes = (math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in requests)
     return sum(-(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT for size in sizes)
 
@@ -39,16 +39,15 @@ class Device:
         ValueError: there is no GPU, its driver is too old, or its architecture is not supported.
     """
 
-    # From numerics: how matmuls round, which matmul and attention kernels are launched, whether sums keep their order.
+    # From numerics: rounding of matmuls, kernels for matmuls and attention, and whether sums have a fixed
+    # order.
     precision: str
     storage: np.dtype[Any]
     fp8: Fp8Ops | None = None
     matmul: str
     attention: str
     deterministic: bool
-    current_scaling = (
-        False  # whether casts to FP8 take the scale of the array itself, not of the update before
-    )
+    current_scaling = False  # whether FP8 casts use the array's own amax, not that of the previous update
 
     asynchronous = True
 
@@ -66,19 +65,20 @@ class Device:
         properties = runtime.getDeviceProperties(self._device.id)
         capability = properties["major"], properties["minor"]
         self.model = properties["name"].decode()
-        if capability < OLDEST:
+        if capability < MIN_CAPABILITY:
             raise ValueError(
-                f"runtime.device: {self.model} is too old ({capability}, needed is {OLDEST}); set it to cpu"
+                f"runtime.device: {self.model} is too old ({capability}, needed is {MIN_CAPABILITY}); "
+                "set it to cpu"
             )
         self.arch, self._dependent_launches = f"sm_{capability[0]}{capability[1]}", capability >= (9, 0)
         self.sm_count = int(properties["multiProcessorCount"])
-        self.shared_bytes = int(properties["sharedMemPerBlockOptin"])  # the most that a block can have
+        self.shared_bytes = int(properties["sharedMemPerBlockOptin"])  # maximum per block
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._functions: dict[tuple[Kernel, Template], Any] = {}
         self._modules: list[Any] = []  # unloaded when collected
         self._workspace = np.empty(0, np.uint8)
-        # Counters that kernels share: finished blocks, or work items handed out. Zero between operations. No operation
-        # splits work among more blocks than fill the GPU.
+        # Counters that kernels share: of finished blocks, or of assigned work items. Zero between operations.
+        # No operation splits work among more blocks than the GPU holds at once.
         self.block_counters = self.allocate(4 * 4 * self.sm_count).view(np.int32)
         self._persistent: dict[Hashable, Array] = {}
 
@@ -92,7 +92,7 @@ class Device:
         shared_bytes: int = 0,
         **given: Any,
     ) -> None:
-        """Start a kernel instance on the stream; arguments by the names that the .cu file gives them."""
+        """Launch a kernel instance on the stream. `given`: its arguments, by their names in the .cu file."""
         function = self._functions.get((kernel, template)) or self._load(kernel, template)
         grid, block = (x if isinstance(x, tuple) else (x,) for x in (grid, block))
         ordered = arguments(kernel, template, given)
@@ -107,7 +107,7 @@ class Device:
         module = cupy.cuda.function.Module()
         module.load(compiled.cubin)
         function = module.get_function(compiled.symbol)
-        # An instance may be launched with different sizes of shared memory: allow it all there is.
+        # An instance may be launched with different sizes of shared memory. So allow the maximum.
         static_bytes = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, attribute, self.shared_bytes - static_bytes)
@@ -116,20 +116,21 @@ class Device:
         return function
 
     def allocate(self, size: int) -> Array:
-        """`size` zeroed bytes, at a multiple of 256."""
+        """`size` zeroed bytes, aligned to 256 bytes."""
         try:
             with self.stream:
                 memory = cupy.zeros(size, np.uint8)
         except cupy.cuda.memory.OutOfMemoryError:
             raise ValueError(
-                f"memory: the GPU has no {size / 2**30:.1f} GiB left, {self.memory_bytes() / 2**30:.1f} are free; set a smaller "
-                "micro_batch, or end what else runs on it"
+                f"memory: the GPU has no {size / 2**30:.1f} GiB left, "
+                f"{self.memory_bytes() / 2**30:.1f} are free; "
+                "set a smaller micro_batch, or end other programs on it"
             ) from None
         self.synchronize()
         return memory  # type: ignore[no-any-return]
 
     def allocate_shared(self, size: int) -> tuple[Array, Array]:
-        """`size` zeroed bytes of pinned host memory: as the host sees them, and as kernels do over the bus."""
+        """`size` zeroed bytes of pinned host memory: the host's view, and the kernels' view over the bus."""
         memory = cupy.cuda.alloc_pinned_memory(size)
         host = np.frombuffer(memory, np.uint8, size)
         host[...] = 0
@@ -141,16 +142,16 @@ class Device:
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
     def used_bytes(self) -> int:
-        """Memory in use on the GPU, by this process and any other, as the driver reports it."""
+        """Memory in use on the GPU by all processes, as the driver reports it."""
         free, total = cupy.cuda.runtime.memGetInfo()
         return int(total - free)
 
     def use_workspace(self, workspace: Array) -> None:
-        """Take this scratch memory, which each operation may use while it runs."""
+        """Set the scratch memory. Each operation may use it while it runs."""
         self._workspace = workspace
 
     def workspace(self, *requests: Request) -> list[Array]:
-        """Uninitialized arrays of these shapes and dtypes in scratch memory, valid until the next operation."""
+        """Uninitialized arrays in scratch memory, valid until the next operation."""
         views, offset = [], 0
         for shape, dtype in requests:
             size = math.prod(shape) * np.dtype(dtype).itemsize
@@ -162,28 +163,27 @@ class Device:
         return views
 
     def persistent_buffer(self, name: Hashable, size: int) -> Array:
-        """`size` bytes that one operation owns: zero at first, then as the operation left them."""
+        """`size` bytes that one operation owns. They start as zero and keep their values between calls."""
         if (name, size) not in self._persistent:
             self._persistent[name, size] = self.allocate(size)
         return self._persistent[name, size]
 
     def heads_map(self, array: Array) -> Array:
-        """The tensor map of a (B, T, heads, D) array of bf16."""
+        """See kernels/cuda/runtime/tensor_map.py."""
         return heads_map(array)
 
     def upload(self, target: Any, source: Any) -> None:
-        """Copy a host array, or a number, into a device array; rounded to bf16 if the target holds bf16."""
+        """Copy a host array or a number to a device array. It is rounded to bf16 if the target is bf16."""
         host = np.asarray(source)
         if host.shape != target.shape:
             host = np.broadcast_to(host, target.shape)
         if target.dtype == BF16 and host.dtype != BF16:
             host = to_bf16(host)
-        target.set(
-            np.ascontiguousarray(host, target.dtype).reshape(target.shape), self.stream
-        )  # 0-d arrays became 1-d
+        # ascontiguousarray makes 0-d arrays 1-d.
+        target.set(np.ascontiguousarray(host, target.dtype).reshape(target.shape), self.stream)
 
     def download(self, array: Any) -> Array:
-        """A host copy of a device array, bf16 as fp32."""
+        """A host copy of a device array. bf16 becomes fp32."""
         try:
             host = cupy.asnumpy(array, self.stream)
         except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -196,7 +196,7 @@ class Device:
         array.data.memset_async(0, array.nbytes, self.stream)
 
     def copy_rows(self, target: Any, source: Any, first: int, step: int) -> None:
-        """target (n, C) = source (m, C)[first::step]; either may be shared with the host."""
+        """target (n, C) = source (m, C)[first::step]. Either may be shared with the host."""
         width = source.shape[1] * source.dtype.itemsize
         origin, from_anywhere = source.data.ptr + first * width, cupy.cuda.runtime.memcpyDefault
         cupy.cuda.runtime.memcpy2DAsync(
@@ -211,11 +211,11 @@ class Device:
         )
 
     def new_graphs(self) -> Graphs:
-        """Captured graphs by key; None: the work ran once, and the next call captures it."""
+        """Captured graphs by key. None: the work ran once, and the next call captures it."""
         return dict[Hashable, Any]()
 
     def replay(self, graphs: Graphs, key: Hashable, work: Callable[[], None]) -> None:
-        """See kernels.ops.Ops.replay. The first call runs the work, because it may still load kernels."""
+        """See kernels/ops.py. The first call runs the work, because it may still load kernels."""
         graph = graphs.get(key)
         if graph is None and key in graphs:
             with self.stream:
@@ -229,13 +229,13 @@ class Device:
             graph.launch(self.stream)
 
     def record_event(self) -> Any:
-        """An event that is over when everything started so far is done."""
+        """An event that completes when all work launched so far is done."""
         event = cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)
         return event
 
     def synchronize(self, event: Any = None) -> None:
-        """Wait for an event, or until the stream is idle; an error of an earlier kernel is raised here."""
+        """Wait for an event, or until the stream is idle. It raises the error of an earlier kernel."""
         try:
             (event or self.stream).synchronize()
         except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -249,7 +249,7 @@ def _kernel_failed(error: Exception) -> ValueError:
 
 
 def to_bf16(host: Array) -> Array:
-    """The bits of bf16, rounded to nearest even; NaN stays NaN."""
+    """fp32 to the bits of bf16, rounded to nearest even. NaN stays NaN."""
     bits = np.ascontiguousarray(host, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(host), np.uint32(0x7FC0), rounded).astype(BF16)

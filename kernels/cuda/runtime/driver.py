@@ -1,4 +1,4 @@
-"""NVIDIA's driver library, for the calls that CuPy does not offer."""
+"""NVIDIA's driver library, for calls that CuPy does not have."""
 
 import ctypes
 from functools import cache
@@ -6,5 +6,5 @@ from functools import cache
 
 @cache
 def driver() -> ctypes.CDLL:
-    """libcuda; it is there wherever a GPU is."""
+    """libcuda, which every machine with a GPU has."""
     return ctypes.CDLL("libcuda.so.1")

@@ -1,7 +1,7 @@
-"""Kernels as Python sees them: a .cu file's entry point, its template instances, and a launch checked against its signature.
+"""The Python side of a kernel: its entry point, its template instances, and a check of every launch.
 
-A launch names every argument. The order, and the width of each scalar, are read from the .cu file, so that a launcher cannot
-disagree with its kernel; an array of another type than the parameter's is refused.
+A launch names every argument. The order of the arguments and the type of each scalar are read from the .cu
+file. So a launcher cannot disagree with its kernel. An array must have the type of its parameter.
 """
 
 import re
@@ -17,30 +17,31 @@ from kernels.cuda.runtime.compile import FOLDER, sources
 Array = np.ndarray[Any, Any]
 Template = tuple[np.dtype[Any] | int | bool, ...]
 
-# CuPy has no bf16 of its own: an array of bf16 is one of uint16 that holds its bits.
+# CuPy has no bf16 and no FP8. Arrays of uint16 and uint8 hold the bits.
 BF16 = np.dtype(np.uint16)
 FLOAT = np.dtype(np.float32)
-E4M3 = np.dtype(np.uint8)  # likewise
-# A struct that kernels take by value: hopper.cuh's TensorMap, one element of an array of it.
+E4M3 = np.dtype(np.uint8)
+# A TensorMap of hopper.cuh, which kernels take by value: an array with one element.
 TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 
 _CUDA_TYPES = {FLOAT: "float", BF16: "bf16"}
-_POINTERS = {  # Word: of decode/inter_block.cuh
+_POINTERS = {  # Word is defined in decode/inter_block.cuh
     "float": np.float32, "bf16": np.uint16, "int": np.int32, "long long": np.int64, "double": np.float64,
     "bool": np.bool_, "unsigned": np.uint32, "unsigned char": np.uint8, "Word": np.uint64, "e4m3": np.uint8,
 }  # fmt: skip
 _SCALARS: dict[str, Any] = {
-    "int": np.int32, "long long": np.int64, "unsigned": np.uint32, "float": np.float32, "double": np.float64, "bool": np.bool_,
+    "int": np.int32, "long long": np.int64, "unsigned": np.uint32, "float": np.float32, "double": np.float64,
+    "bool": np.bool_,
 }  # fmt: skip
 
 
 @cache
 def constants(source: str, **template: int) -> dict[str, int]:
-    """The integer constants that a .cu file and the headers it includes define, by name.
+    """The integer constants of a .cu file and its headers, by name.
 
     Args:
         source: path of the .cu file in kernels/cuda.
-        template: values of template parameters, for constants that depend on them; of a type, its bytes.
+        template: template parameters that constants depend on. A type is given by its bytes.
     """
     found: dict[str, int] = dict(template)
     text = re.sub(r"//[^\n]*", "", sources(source))
@@ -55,7 +56,7 @@ def constants(source: str, **template: int) -> dict[str, int]:
 
 
 def _evaluate(expression: str, known: Mapping[str, int]) -> int | None:
-    """An integer expression of known names, + - * / %, comparisons and ?: ; None if it is something else."""
+    """The value of an integer expression: known names, + - * / %, comparisons and ?:. None for any other."""
     expression = expression.strip()
     if "?" in expression and expression[0] == "(" and expression[-1] == ")":
         expression = expression[1:-1]
@@ -88,10 +89,11 @@ class Kernel:
     Args:
         source: the file's name.
         name: the __global__ function.
-        instances: the template arguments with which it is launched, all of them unless `open`, for the test that compiles each.
-        hopper: whether it uses instructions of sm_90a alone.
-        dependent_launch: whether it may start before the previous kernel has ended, see include/dependent_launch.cuh.
-        open: whether its template arguments follow the model's sizes, of which `instances` are examples.
+        instances: the template arguments of its launches. A test compiles each instance.
+        hopper: whether it needs instructions of sm_90a.
+        dependent_launch: whether it may start before the previous kernel has ended, see
+            include/dependent_launch.cuh.
+        open: whether template arguments depend on the model's sizes. Then `instances` are only examples.
     """
 
     source: str
@@ -102,12 +104,12 @@ class Kernel:
     open: bool = False
 
     def expression(self, template: Template) -> str:
-        """The instance as C++ writes it."""
+        """The instance in C++ syntax."""
         spelled = [str(_CUDA_TYPES.get(x, x) if isinstance(x, np.dtype) else x).lower() for x in template]
         return f"{self.name}<{', '.join(spelled)}>" if spelled else self.name
 
     def parameters(self, template: Template) -> tuple[Parameter, ...]:
-        """What the kernel takes, with the template's types put in."""
+        """The parameters of an instance, with the template's types."""
         names, parameters = _signature(self.source, self.name)
         assert len(names) == len(template), f"{self.name}: template {names}, got {template}"
         types = {
@@ -118,10 +120,11 @@ class Kernel:
 
 @cache
 def _signature(source: str, name: str) -> tuple[tuple[str, ...], tuple[Parameter, ...]]:
-    """The names of the template's parameters, and the function's parameters, from the text of the file."""
+    """The names of the template parameters, and the function parameters, read from the file."""
     text = re.sub(r"//[^\n]*", "", (FOLDER / source).read_text(encoding="utf-8"))
     found = re.search(
-        r"(?:template\s*<([^>]*)>\s*)?__global__\s+(?:void\s+)?(?:__cluster_dims__\([^)]*\)\s*)?(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(?:void\s+)?"
+        r"(?:template\s*<([^>]*)>\s*)?__global__\s+(?:void\s+)?(?:__cluster_dims__\([^)]*\)\s*)?"
+        r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(?:void\s+)?"
         + name + r"\s*\(([^)]*)\)\s*\{",
         text,
     )  # fmt: skip
@@ -136,7 +139,7 @@ def _signature(source: str, name: str) -> tuple[tuple[str, ...], tuple[Parameter
 
 
 def arguments(kernel: Kernel, template: Template, given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments in the kernel's order: arrays as they are, scalars in its widths, None as a null pointer."""
+    """The arguments in the kernel's order. Scalars get the parameters' types, None becomes a null pointer."""
     assert kernel.open or template in kernel.instances, (
         f"{kernel.name}: {template} is not among its instances"
     )
@@ -151,10 +154,12 @@ def _argument(kernel: str, parameter: Parameter, value: Any) -> Any:
         if parameter.kind in _SCALARS:
             return _SCALARS[parameter.kind](value)
         assert parameter.kind == "TensorMap", (
-            f"{kernel}: {parameter.name} is of an unknown type {parameter.kind}"
+            f"{kernel}: {parameter.name} has an unknown type {parameter.kind}"
         )
-        assert value.dtype == TENSOR_MAP and value.size == 1, f"{kernel}: {parameter.name} is no tensor map"
-        return value  # CuPy passes NumPy's arrays of one element by value
+        assert value.dtype == TENSOR_MAP and value.size == 1, (
+            f"{kernel}: {parameter.name} is not a tensor map"
+        )
+        return value  # CuPy passes NumPy arrays with one element by value
     if value is None:
         return np.uint64(0)
     if parameter.kind != "void":

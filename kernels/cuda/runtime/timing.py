@@ -1,4 +1,4 @@
-"""How long work on the GPU takes."""
+"""Measures the time of work on the GPU."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -8,12 +8,16 @@ import cupy
 
 from kernels.cuda.runtime.device import Device
 
-# A timing is the median of so many samples of about so long.
-_SAMPLES, _SAMPLE_MS, _MOST_CALLS = 5, 1.0, 50
+# A timing is the median of _SAMPLES samples of about _SAMPLE_MS each.
+_SAMPLES, _SAMPLE_MS, _MAX_CALLS = 5, 1.0, 50
 
 
 def milliseconds(device: Device, works: Sequence[Callable[[], None]]) -> list[float]:
-    """What each takes, in a graph of many of its calls, as the host's part must not count; sampled in turns, as clocks change."""
+    """The milliseconds of each of `works`.
+
+    Many calls are captured in one graph, so that the host's time does not count. The samples of all works
+    alternate, because the GPU's clock changes.
+    """
 
     def captured(work: Callable[[], None], calls: int) -> Any:
         with device.stream:
@@ -30,11 +34,11 @@ def milliseconds(device: Device, works: Sequence[Callable[[], None]]) -> list[fl
         end.synchronize()
         return float(cupy.cuda.get_elapsed_time(begin, end))
 
-    for work in works:  # loads its kernels, which a capture may not
+    for work in works:  # loads its kernels, which a capture does not allow
         work()
     single = [captured(work, 1) for work in works]
     estimates = [min(sample(graph), sample(graph)) for graph in single]
-    calls = [min(_MOST_CALLS, max(1, round(_SAMPLE_MS / max(ms, 1e-3)))) for ms in estimates]
+    calls = [min(_MAX_CALLS, max(1, round(_SAMPLE_MS / max(ms, 1e-3)))) for ms in estimates]
     graphs = [captured(work, n) for work, n in zip(works, calls, strict=True)]
     samples = [[sample(graph) / n for graph, n in zip(graphs, calls, strict=True)] for _ in range(_SAMPLES)]
-    return [statistics.median(one) for one in zip(*samples, strict=True)]
+    return [statistics.median(times) for times in zip(*samples, strict=True)]
