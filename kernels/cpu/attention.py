@@ -92,17 +92,17 @@ def _copy(rows, source, scale):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _softmax(block_scores, visible):  # type: ignore[no-untyped-def]
-    """Replace the visible scores by exp(block_scores - row_max), the others by 0. Return row_max and the sum."""
-    row_max = block_scores[0]
+def _softmax(scores, visible):  # type: ignore[no-untyped-def]
+    """Replace the visible scores by exp(scores - row_max), the others by 0. Return row_max and the sum."""
+    row_max = scores[0]
     for j in range(1, visible):
-        row_max = max(row_max, block_scores[j])
-    total = score.dtype.type(0)
+        row_max = max(row_max, scores[j])
+    total = scores.dtype.type(0)
     for j in range(visible):
-        weight = exp(block_scores[j] - row_max)
-        block_scores[j] = weight
+        weight = exp(scores[j] - row_max)
+        scores[j] = weight
         total += weight
-    block_scores[visible:] = 0
+    scores[visible:] = 0
     return row_max, total
 
 
@@ -127,10 +127,8 @@ def _forward(out, lse, qkv, start, tile_width):  # type: ignore[no-untyped-def]
             for head in range(kv_head * group, (kv_head + 1) * group):
                 for first in range(begin, end, BLOCK):
                     stop = min(first + BLOCK, end)
-                    visible_keys, block_scores = (
-                        stop - begin,
-                        scores[:, : _round_up(stop - begin, tile_width)],
-                    )
+                    visible_keys = stop - begin
+                    block_scores = scores[:, : _round_up(visible_keys, tile_width)]
                     _copy(queries, qkv[b, first:stop, head], scale)
                     multiply(block_scores, queries, key_columns, False)
                     for t in range(first, stop):
