@@ -1,11 +1,14 @@
-"""Gives the programs in .venv/bin their interpreter's new path after the folder was moved; `make` runs it before each target."""
+"""Gives the programs in .venv/bin their interpreter's new path after the folder was moved; `make` runs it
+before each target.
+"""
 
 import re
 import sys
 from pathlib import Path
 
 BIN = Path(sys.prefix, "bin")
-# The two first lines that pip writes: a plain path, or a shell that starts a path too long or with a space in it.
+# The two first lines that pip writes: a plain path, or a shell that starts a path too long or with a space in
+# it.
 SCRIPT = re.compile(
     rb"""#!(/[^\n]*/python[\d.]*)\n|#!/bin/sh\n'''exec' "?(/[^"\n]*?)"? "\$0" "\$@"\n' '''\n"""
 )

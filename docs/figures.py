@@ -2,7 +2,8 @@
 
     .venv/bin/python -m docs.figures        (make figures)
 
-Plain SVG as text, the same bytes for the same curves. Both carry a background and colours for light and dark mode.
+Plain SVG as text, the same bytes for the same curves. Both carry a background and colours for light and dark
+mode.
 """
 
 import csv
@@ -225,7 +226,8 @@ def pipeline_figure() -> str:
     shared = "Both have the same <op>_forward and <op>_backward. Tests compare CUDA with the CPU in float64."
     parts.append(text(410, 454, shared, "mid small soft"))
     description = (
-        "Six stages: download, train_bpe, shard, pretrain, sft, eval. The last three call the engine, whose model "
+        "Six stages: download, train_bpe, shard, pretrain, sft, eval. The last three call the engine, whose "
+        "model "
         "runs forward and backward over operations that exist for the CPU and for CUDA."
     )
     return drawing(820, 486, "Pipeline and engine", description, parts)

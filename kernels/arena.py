@@ -68,7 +68,9 @@ class Arena:
         return name in self._buffers
 
     def view(self, name: str, shape: tuple[int, ...], layer: int = 0) -> Array:
-        """The first prod(shape) elements of a buffer in that shape; layers that share a buffer get the same array."""
+        """The first prod(shape) elements of a buffer in that shape; layers that share a buffer get the same
+        array.
+        """
         layer = layer if self._buffers[name].layers > 1 else 0
         found = self._views.get((name, shape, layer))
         if found is None:

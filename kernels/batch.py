@@ -17,8 +17,8 @@ class Batch:
         document:    (B, T) int32, one number per document. Attention and positions stay within a document.
         loss_weight: (B, T) fp32, the weight of each target in the loss; 0 leaves it out.
 
-    Derived arrays are cached, so the arrays must not change. `prepare` computes them while the GPU is busy with another
-    batch.
+    Derived arrays are cached, so the arrays must not change. `prepare` computes them while the GPU is busy
+    with another batch.
     """
 
     tokens: NDArray[np.int32]
@@ -44,7 +44,8 @@ def prepare(batch: Batch, mtp_heads: int) -> None:
 
 
 def validate_batch(batch: Batch, micro_batch: int, context: int, vocab_size: int) -> None:
-    """Refuse a batch that is larger than (micro_batch, context), of other types, or with ids from vocab_size on.
+    """Refuse a batch that is larger than (micro_batch, context), of other types, or with ids from vocab_size
+    on.
 
     Raises:
         ValueError: it is; the message names the array.
@@ -80,8 +81,8 @@ def document_start(document: NDArray[np.int32]) -> NDArray[np.int32]:
 def head_targets(batch: Batch, mtp_heads: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Targets and weights (K, B, T) of every prediction head.
 
-    Head k at position t is trained on targets[t + k] with that target's weight, if t + k lies in the same sequence and
-    document. Otherwise the weight is 0.
+    Head k at position t is trained on targets[t + k] with that target's weight, if t + k lies in the same
+    sequence and document. Otherwise the weight is 0.
     """
     if mtp_heads in batch._heads:
         return batch._heads[mtp_heads]

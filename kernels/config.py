@@ -1,8 +1,8 @@
 """The two settings of an engine: what the model is made of, and how its numbers are computed.
 
 An architecture is a choice of parts, not a class. GPT-2 is layernorm + learned + gelu + bias + tied head. The
-euler models are rmsnorm + rope + swiglu + grouped key/value heads + several prediction heads. Any mixture trains
-as well. What a part does is its entry in kernels/parts/.
+euler models are rmsnorm + rope + swiglu + grouped key/value heads + several prediction heads. Any mixture
+trains as well. What a part does is its entry in kernels/parts/.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,8 +16,8 @@ Recompute = Literal["none", "mlp"]
 Matmul = Literal["cublaslt", "custom"]
 Attention = Literal["hopper", "mma", "scalar"]
 
-# The embedding and each head have a multiple of this many rows, so that matmuls over the vocabulary have whole tiles.
-# Padding rows start at zero and get no gradient, so they stay zero.
+# The embedding and each head have a multiple of this many rows, so that matmuls over the vocabulary have
+# whole tiles. Padding rows start at zero and get no gradient, so they stay zero.
 VOCAB_MULTIPLE = 128
 
 
@@ -79,7 +79,8 @@ class ModelConfig:
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(
-                f"model.dim / model.heads: rope rotates pairs and needs an even head width, got {self.head_dim}"
+                "model.dim / model.heads: rope rotates pairs and needs an even head width, got "
+                f"{self.head_dim}"
             )
         if self.mtp_heads > self.context:
             raise ValueError(
@@ -141,15 +142,18 @@ class Numerics:
 
     Args:
         precision: fp32; tf32: fp32 arrays, matmul operands rounded to 10 bits of mantissa; bf16: weights and
-            activations in bf16, residual stream, master weights, gradients, moments, statistics and losses in fp32;
-            fp8: bf16, but the matmuls of the blocks' linear layers have 8-bit operands in training. The CPU engine
+            activations in bf16, residual stream, master weights, gradients, moments, statistics and losses in
+            fp32;
+            fp8: bf16, but the matmuls of the blocks' linear layers have 8-bit operands in training. The CPU
+                engine
             has fp32 only.
-        matmul: cublaslt: the library, each shape by its fastest algorithm; custom: the kernel of this project. GPU only.
-        attention: hopper: wgmma; mma: the tensor cores of any GPU; scalar: the readable kernel. A kernel that does not
-            support the precision or head width falls back to the next. GPU only.
+        matmul: cublaslt: the library, each shape by its fastest algorithm; custom: the kernel of this
+            project. GPU only.
+        attention: hopper: wgmma; mma: the tensor cores of any GPU; scalar: the readable kernel. A kernel that
+            does not support the precision or head width falls back to the next. GPU only.
         recompute: mlp: the backward pass recomputes an MLP's hidden activations instead of keeping them.
-        deterministic: same configuration, same device, same bits. If false, the Hopper attention kernel adds up dq in
-            the order in which blocks finish.
+        deterministic: same configuration, same device, same bits. If false, the Hopper attention kernel adds
+            up dq in the order in which blocks finish.
 
     Raises:
         ValueError: a value is unknown, or does not go with the precision.
@@ -166,13 +170,16 @@ class Numerics:
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(
-                    f"numerics.{name}: expected one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}"
+                    f"numerics.{name}: expected one of {', '.join(get_args(kind))}, got "
+                    f"{getattr(self, name)!r}"
                 )
         if self.precision == "fp8" and self.matmul != "cublaslt":
             raise ValueError(
-                f"numerics.matmul: expected cublaslt with precision fp8, got {self.matmul}; set it to cublaslt"
+                f"numerics.matmul: expected cublaslt with precision fp8, got {self.matmul}; set it to "
+                "cublaslt"
             )
         if self.precision == "fp8" and self.recompute != "none":
             raise ValueError(
-                "numerics.recompute: expected none with precision fp8, which keeps hidden activations in 8 bits; set it to none"
+                "numerics.recompute: expected none with precision fp8, which keeps hidden activations in 8 "
+                "bits; set it to none"
             )

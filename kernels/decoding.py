@@ -52,8 +52,8 @@ class Decoder:
         return logits[:, : self._config.vocab_size].astype(np.float32)
 
     def draw(
-        self, tokens: Array, cache: KVCache, uniform: Array, suppressed: Array, *, last: int = 1, temperature: float,
-        top_k: int, top_p: float,
+        self, tokens: Array, cache: KVCache, uniform: Array, suppressed: Array, *, last: int = 1,
+        temperature: float, top_k: int, top_p: float,
     ) -> NDArray[np.int32]:  # fmt: skip
         """Append tokens (B, n); return a token drawn after each of the last `last` positions, (B * last,).
 
@@ -73,14 +73,16 @@ class Decoder:
         return drawn_tokens(cache, len(uniform), 0)
 
     def draws(
-        self, tokens: Array, cache: KVCache, uniforms: Iterable[Array], suppressed: Array, *, temperature: float,
-        top_k: int, top_p: float,
+        self, tokens: Array, cache: KVCache, uniforms: Iterable[Array], suppressed: Array, *,
+        temperature: float, top_k: int, top_p: float,
     ) -> Generator[NDArray[np.int32]]:  # fmt: skip
-        """Append tokens (B, n), draw one token per sequence, append those, and so on: (B,) tokens for each of `uniforms`.
+        """Append tokens (B, n), draw one token per sequence, append those, and so on: (B,) tokens for each of
+        `uniforms`.
 
-        A GPU does not wait for the host in between. The pass that reads a token is launched before the host has seen the
-        token, so `uniforms` is asked for one number ahead. The generator has exclusive use of the cache. When it ends
-        or is closed, the cache is truncated to the tokens that produced the yielded draws.
+        A GPU does not wait for the host in between. The pass that reads a token is launched before the host
+        has seen the token, so `uniforms` is asked for one number ahead. The generator has exclusive use of
+        the cache. When it ends or is closed, the cache is truncated to the tokens that produced the yielded
+        draws.
 
         Raises:
             ValueError: the cache has no room for what `uniforms` asks for, or another generator uses it.
@@ -112,10 +114,11 @@ class Decoder:
             cache.truncate(read)
 
     def draft(
-        self, position: int, cache: KVCache, uniform: Array, suppressed: Array, *, temperature: float, top_k: int,
-        top_p: float,
+        self, position: int, cache: KVCache, uniform: Array, suppressed: Array, *, temperature: float,
+        top_k: int, top_p: float,
     ) -> NDArray[np.int32]:  # fmt: skip
-        """A token drawn by each of heads 1 .. K - 1, (K - 1,): head k guesses the token k + 1 after `position`.
+        """A token drawn by each of heads 1 .. K - 1, (K - 1,): head k guesses the token k + 1 after
+        `position`.
 
         Args:
             position: counts the positions after which the last call of `draw` with this cache drew a token.
@@ -164,8 +167,8 @@ class Decoder:
     ) -> Array:
         """Read tokens (B, n) into the cache; head 0's logits (B * last, Vp) after the last `last` positions.
 
-        If `tokens` is None, they are the ones that the previous pass drew into this slot. With a sampler, a token is
-        drawn after each row of the logits, in the same graph.
+        If `tokens` is None, they are the ones that the previous pass drew into this slot. With a sampler, a
+        token is drawn after each row of the logits, in the same graph.
         """
         ops = self._model.tensors.ops
         shape = (cache.keys.shape[1], 1) if tokens is None else tokens.shape
@@ -194,7 +197,9 @@ class Decoder:
         return self._arena.rows("logits", batch * last)
 
     def _logits(self, cache: KVCache, shape: tuple[int, ...], last: int, slot: int, *, fused: bool) -> Array:
-        """The pass itself. `branch` keeps the final norm of the positions whose logits are made, for draft."""
+        """The pass itself. `branch` keeps the final norm of the positions whose logits are made, for
+        draft.
+        """
         ops, model, (batch, count) = self._model.tensors.ops, self._model, shape
         inputs = cache.token_io.device.view("inputs", (1 + 2 * batch * count,), slot)
         if not fused:  # many kernels read the inputs: a copy in device memory saves each the way over the bus

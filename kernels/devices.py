@@ -19,8 +19,8 @@ def open_ops(
     """The operations of a device.
 
     Args:
-        device: "cpu", "cuda", or "auto": the GPU if an NVIDIA GPU is visible, else the CPU. A GPU that cannot be used is an
-            error; the CPU never takes its place silently.
+        device: "cpu", "cuda", or "auto": the GPU if an NVIDIA GPU is visible, else the CPU. A GPU that cannot
+            be used is an error; the CPU never takes its place silently.
         numerics: what the device must be able to compute.
         threads: CPU threads, 0 for all.
         dtype: np.float64 is for gradient checks, on the CPU.

@@ -1,8 +1,8 @@
 """The engine: one model on one device, with its parameters, gradients, optimizer state and activations.
 
-One update is micro_step x n, reduce, update. Gradients accumulate over the micro-steps. The weight of each position in the
-loss is known before the first, because it depends on the whole update. `Engine.decoder` generates token by token. An engine
-is used by one thread.
+One update is micro_step x n, reduce, update. Gradients accumulate over the micro-steps. The weight of each
+position in the loss is known before the first, because it depends on the whole update. `Engine.decoder`
+generates token by token. An engine is used by one thread.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,7 +67,8 @@ class Engine:
         )
         self._optimizer = optimizer = optimizer or AdamW()
         self._table, self._step = parameter_table(config), 0
-        # Whether the next micro-batch is its update's first: it overwrites the weight gradients of linear layers.
+        # Whether the next micro-batch is its update's first: it overwrites the weight gradients of linear
+        # layers.
         self._is_first_micro_step = True
         self._plan = plan(config, numerics, micro_batch, self.ops, training=training, optimizer=optimizer)
         check_fits(self._plan, micro_batch, self.ops.memory_bytes())
@@ -134,8 +135,9 @@ class Engine:
 
         Args:
             batch: the micro-batch.
-            head_scale: (K,), the derivative of the whole update's loss with respect to each head's weighted nll: the head's
-                loss weight divided by the sum of head_weight_sums over all micro-batches of the update.
+            head_scale: (K,), the derivative of the whole update's loss with respect to each head's weighted
+                nll: the head's loss weight divided by the sum of head_weight_sums over all micro-batches of
+                    the update.
         """
         assert self.training
         tokens, start = self._upload_batch(batch)
@@ -197,10 +199,11 @@ class Engine:
         """Sum gradients and losses over all ranks; one device has nothing to sum."""
 
     def update(self, lr: float, while_gpu_computes: Callable[[], None] = lambda: None) -> Update:
-        """Clip the accumulated gradient and apply the optimizer once; the next micro-batch starts a new gradient.
+        """Clip the accumulated gradient and apply the optimizer once; the next micro-batch starts a new
+        gradient.
 
-        If the gradient norm is not finite, the update is skipped and the gradients are kept, so that first_nonfinite can
-        name the bad tensor.
+        If the gradient norm is not finite, the update is skipped and the gradients are kept, so that
+        first_nonfinite can name the bad tensor.
 
         Args:
             lr: the learning rate.

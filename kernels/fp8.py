@@ -1,4 +1,6 @@
-"""What an engine holds for numerics.precision fp8 beside bf16's buffers: casts of the blocks' weights, and their scales."""
+"""What an engine holds for numerics.precision fp8 beside bf16's buffers: casts of the blocks' weights, and
+their scales.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +15,8 @@ from kernels.parameters import RUN, Parameter, flat_size, named
 
 Array = np.ndarray[Any, Any]
 
-# Widths, and the length of a transposed row, are multiples of this: kernels load 16 bytes at once, and FP8 matmuls ask for it.
+# Widths, and the length of a transposed row, are multiples of this: kernels load 16 bytes at once, and FP8
+# matmuls ask for it.
 MULTIPLE = 16
 
 
@@ -33,7 +36,9 @@ def block_weights(table: list[Parameter]) -> list[Parameter]:
 
 
 def fp8_plan(config: ModelConfig, table: list[Parameter], rows: int) -> list[Buffer]:
-    """Casts of the weights and their transposes, scales and maxima, and each layer's transposed casts of matmul inputs."""
+    """Casts of the weights and their transposes, scales and maxima, and each layer's transposed casts of
+    matmul inputs.
+    """
     weights, byte = block_weights(table), np.dtype(np.uint8)
     inputs = {linear: inputs for linear, (_, inputs) in config.linears.items()}
     return [

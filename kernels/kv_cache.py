@@ -17,8 +17,9 @@ Array = np.ndarray[Any, Any]
 class TokenIO:
     """Buffers that host and device both read and write, so that decoding a token needs no copies.
 
-    A pass over `rows` new tokens reads its inputs from one of two slots and writes the tokens it draws into the other,
-    where the next pass reads them. So the host can fill one slot while the device still reads the other.
+    A pass over `rows` new tokens reads its inputs from one of two slots and writes the tokens it draws into
+    the other, where the next pass reads them. So the host can fill one slot while the device still reads the
+    other.
 
     Args:
         config: the model.

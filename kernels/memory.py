@@ -1,7 +1,7 @@
 """The memory plan: every byte that an engine holds.
 
-All buffers are known before the first step. Nothing is allocated while training, and a plan that is too large is refused
-at once.
+All buffers are known before the first step. Nothing is allocated while training, and a plan that is too large
+is refused at once.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ from kernels.optimizers import AdamW
 from kernels.parameters import flat_size, parameter_table
 from kernels.parts import MLPS, NORMS
 
-# At most this many bytes of logits are held at once; a head goes over its positions in as many parts as that takes.
+# At most this many bytes of logits are held at once; a head goes over its positions in as many parts as that
+# takes.
 LOGITS_BYTES = 2**30
 
 
@@ -31,9 +32,10 @@ def activation_plan(
 ) -> list[Buffer]:
     """Activations of a forward pass over rows = B * T positions and, in training, activation gradients.
 
-    In training each layer keeps what its backward pass reads; otherwise all layers share one buffer. Activations and their
-    gradients have the storage type. The residual stream, statistics and losses have dtype: the storage type's rounding
-    could hide what distinguishes the stream of one position from that of another.
+    In training each layer keeps what its backward pass reads; otherwise all layers share one buffer.
+    Activations and their gradients have the storage type. The residual stream, statistics and losses have
+    dtype: the storage type's rounding could hide what distinguishes the stream of one position from that of
+    another.
     """
     storage, c = storage or dtype, config
     layers, mlp = c.layers if training else 1, MLPS[c.mlp]
@@ -72,7 +74,9 @@ def activation_plan(
 
 
 def logits_rows(config: ModelConfig, rows: int, storage: np.dtype[Any]) -> int:
-    """Positions whose logits are held at once: equal parts of `rows`, and at least one position of each sequence."""
+    """Positions whose logits are held at once: equal parts of `rows`, and at least one position of each
+    sequence.
+    """
     parts = -(-rows * config.padded_vocab * storage.itemsize // LOGITS_BYTES)
     return max(-(-rows // parts), rows // config.context)
 
@@ -179,7 +183,8 @@ def check_fits(plan: list[Buffer], micro_batch: int, available: int) -> None:
         else "no micro_batch fits: a smaller model or model.context does"
     )
     raise ValueError(
-        f"memory: micro_batch={micro_batch} needs {needed / 2**30:.1f} GiB, {fixed / 2**30:.1f} of them for parameters, "
+        f"memory: micro_batch={micro_batch} needs {needed / 2**30:.1f} GiB, {fixed / 2**30:.1f} of them for "
+        "parameters, "
         f"and the device has {available / 2**30:.1f}; {cure}"
     )
 

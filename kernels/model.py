@@ -4,8 +4,8 @@ A block is two Euler steps of the residual stream x, one by attention and one by
 
     x <- x + attention(norm1(x))        x <- x + mlp(norm2(x))
 
-One operation adds a branch, and the bias of the linear layer that made it, to the stream and applies the next norm.
-In comments and names, rows are positions: rows = B * T. The parts are in kernels/parts/.
+One operation adds a branch, and the bias of the linear layer that made it, to the stream and applies the next
+norm. In comments and names, rows are positions: rows = B * T. The parts are in kernels/parts/.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ from kernels.parts.tensors import Tensors
 
 Array = np.ndarray[Any, Any]
 
-# The buffer of the residual stream that each norm reads: before attention, before the MLP, and before the last norm.
+# The buffer of the residual stream that each norm reads: before attention, before the MLP, and before the
+# last norm.
 STREAM_OF = {"norm1": "residual1", "norm2": "residual2", "norm": "residual"}
 
 
@@ -126,8 +127,8 @@ class Transformer:
         t, logits = self.tensors, self.tensors.arena.rows("logits", tokens.size)
         assert t.ops.fused_decoding is not None
         t.ops.fused_decoding.decode_step(
-            logits, norm, tokens, start, cached_length, cache.keys, cache.values, t.compute_weights, t.master_weights,
-            self._head(t.compute_weights, 0), self._rope_table, config=self.config,
+            logits, norm, tokens, start, cached_length, cache.keys, cache.values, t.compute_weights,
+            t.master_weights, self._head(t.compute_weights, 0), self._rope_table, config=self.config,
         )  # fmt: skip
         return logits
 
@@ -146,7 +147,9 @@ class Transformer:
         return logits
 
     def head_backward(self, dnorm: Array, k: int, dlogits: Array, norm: Array, *, accumulate: bool) -> None:
-        """Head k's weight gradient, accumulated if asked, and dnorm: head 0 overwrites it, later heads add to it."""
+        """Head k's weight gradient, accumulated if asked, and dnorm: head 0 overwrites it, later heads add to
+        it.
+        """
         t = self.tensors
         head, dhead = self._head(t.compute_weights, k), self._head(t.grads, k)
         t.ops.matmul_backward(dnorm, dhead, dlogits, norm, head, add_dinp=k > 0, add_dweight=accumulate)
@@ -168,7 +171,9 @@ class Transformer:
     def _norm_forward(
         self, block: str, norm: str, layer: int, residual: Array, branch: Array, branch_linear: str | None
     ) -> Array:
-        """norm(residual), or norm(residual + branch + the bias of the linear layer `branch_linear`); the sum is the new stream."""
+        """norm(residual), or norm(residual + branch + the bias of the linear layer `branch_linear`); the sum
+        is the new stream.
+        """
         t, weights = self.tensors, self._norm_weights(self.tensors.master_weights, block + norm)
         stream, out, saved = self._norm_buffers(norm, layer, residual.shape[0])
         if branch_linear is None:
@@ -188,7 +193,9 @@ class Transformer:
         dout: Array,
         branch_linear: str | None,
     ) -> None:
-        """The gradient of the stream that the norm read, dresidual added, and of the bias that was added to it."""
+        """The gradient of the stream that the norm read, dresidual added, and of the bias that was added to
+        it.
+        """
         t, (stream, _, saved) = self.tensors, self._norm_buffers(norm, layer, dout.shape[0])
         dweights, weight = (
             self._norm_weights(t.grads, block + norm),

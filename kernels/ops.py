@@ -1,9 +1,10 @@
 """The operations of a device, as the model and the engine call them.
 
 `Ops` is what every device has. The CPU's are kernels/cpu/NAME.py, with the mathematics. The GPU's are
-kernels/cuda/NAME.cu with a launcher beside it. Arguments are outputs first, then inputs, then saved arrays, then keyword-only
-constants. Activation gradients are overwritten, parameter gradients are accumulated. mypy checks both devices against this
-file. Some groups exist on some devices only: an attribute of `Ops` holds the group, or None.
+kernels/cuda/NAME.cu with a launcher beside it. Arguments are outputs first, then inputs, then saved arrays,
+then keyword-only constants. Activation gradients are overwritten, parameter gradients are accumulated. mypy
+checks both devices against this file. Some groups exist on some devices only: an attribute of `Ops` holds the
+group, or None.
 """
 
 from collections.abc import Callable, Hashable
@@ -33,8 +34,8 @@ class Fp8Ops(Protocol):
         self, out: Array, act: Array, up: Array, inp: Array, weight: Weight, bias: Array | None, down: Weight
     ) -> None: ...
     def fp8_mlp_backward(
-        self, dinp: Array, dup: Array, dweight: Array, dbias: Array | None, ddown: Array, dout: Array, up: Array,
-        weight: Weight, down: Weight, *, add_dweight: bool,
+        self, dinp: Array, dup: Array, dweight: Array, dbias: Array | None, ddown: Array, dout: Array,
+        up: Array, weight: Weight, down: Weight, *, add_dweight: bool,
     ) -> None: ...  # fmt: skip
 
 
@@ -45,8 +46,9 @@ class FusedDecoding(Protocol):
         """The most tokens that decode_step takes of such a model; 0 if none."""
 
     def decode_step(
-        self, logits: Array, norm: Array, tokens: Array, start: Array, length: Array, keys: Array, values: Array,
-        weights: Any, parameters: Any, head: Array, table: Array | None, *, config: ModelConfig,
+        self, logits: Array, norm: Array, tokens: Array, start: Array, length: Array, keys: Array,
+        values: Array, weights: Any, parameters: Any, head: Array, table: Array | None, *,
+        config: ModelConfig,
     ) -> None: ...  # fmt: skip
 
 
@@ -72,12 +74,12 @@ class Ops(Protocol):
         self, dinp: Array, dweight: Array, dout: Array, inp: Array, weight: Array, rstd: Array
     ) -> None: ...
     def residual_rmsnorm_forward(
-        self, residual_out: Array, out: Array, rstd: Array, residual: Array, branch: Array, branch_bias: Array | None,
-        weight: Array, *, eps: float,
+        self, residual_out: Array, out: Array, rstd: Array, residual: Array, branch: Array,
+        branch_bias: Array | None, weight: Array, *, eps: float,
     ) -> None: ...  # fmt: skip
     def residual_rmsnorm_backward(
-        self, dinp: Array, dweight: Array, dbranch_bias: Array | None, dresidual_out: Array | None, dout: Array,
-        residual_out: Array, weight: Array, rstd: Array,
+        self, dinp: Array, dweight: Array, dbranch_bias: Array | None, dresidual_out: Array | None,
+        dout: Array, residual_out: Array, weight: Array, rstd: Array,
     ) -> None: ...  # fmt: skip
     def layernorm_forward(
         self, out: Array, mean: Array, rstd: Array, inp: Array, weight: Array, bias: Array, *, eps: float
@@ -90,8 +92,9 @@ class Ops(Protocol):
         branch_bias: Array | None, weight: Array, bias: Array, *, eps: float,
     ) -> None: ...  # fmt: skip
     def residual_layernorm_backward(
-        self, dinp: Array, dweight: Array, dbias: Array, dbranch_bias: Array | None, dresidual_out: Array | None,
-        dout: Array, residual_out: Array, weight: Array, mean: Array, rstd: Array,
+        self, dinp: Array, dweight: Array, dbias: Array, dbranch_bias: Array | None,
+        dresidual_out: Array | None, dout: Array, residual_out: Array, weight: Array, mean: Array,
+        rstd: Array,
     ) -> None: ...  # fmt: skip
     def matmul_forward(self, out: Array, inp: Array, weight: Weight, bias: Array | None = None) -> None: ...
     def matmul_backward(
@@ -102,8 +105,8 @@ class Ops(Protocol):
         self, act: Array, up: Array, inp: Array, weight: Weight, bias: Array | None = None
     ) -> None: ...
     def matmul_gelu_backward(
-        self, dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Weight, dbias: Array | None = None, *,
-        add_dweight: bool = True,
+        self, dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Weight,
+        dbias: Array | None = None, *, add_dweight: bool = True,
     ) -> None: ...  # fmt: skip
     def bias_forward(self, out: Array, inp: Array, bias: Array) -> None: ...
     def bias_backward(self, dbias: Array, dout: Array) -> None: ...
@@ -132,13 +135,14 @@ class Ops(Protocol):
     # Optimizers.
     def grad_norm(self, out: Array, grads: Array) -> None: ...
     def adamw(
-        self, params: Array, exp_avg: Array, exp_avg_sq: Array, grads: Array, compute_weights: Array | None, flags: Array,
-        grad_norm: Array, lr: Array, step: Array, *, beta1: float, beta2: float, eps: float, weight_decay: float,
-        grad_clip: float,
+        self, params: Array, exp_avg: Array, exp_avg_sq: Array, grads: Array, compute_weights: Array | None,
+        flags: Array, grad_norm: Array, lr: Array, step: Array, *, beta1: float, beta2: float, eps: float,
+        weight_decay: float, grad_clip: float,
     ) -> None: ...  # fmt: skip
     def muon(
-        self, params: Array, exp_avg: Array, grads: Array, compute_weights: Array | None, x: Array, x_next: Array,
-        gram: Array, poly: Array, grad_norm: Array, lr: Array, *, weight_decay: float, grad_clip: float,
+        self, params: Array, exp_avg: Array, grads: Array, compute_weights: Array | None, x: Array,
+        x_next: Array, gram: Array, poly: Array, grad_norm: Array, lr: Array, *, weight_decay: float,
+        grad_clip: float,
     ) -> None: ...  # fmt: skip
 
     # Generation.
@@ -152,7 +156,9 @@ class Ops(Protocol):
         """`size` zeroed bytes of the device, aligned for vector loads."""
 
     def allocate_shared(self, size: int) -> tuple[Array, Array]:
-        """`size` zeroed bytes that host and device both read and write: as the host and as the device sees them."""
+        """`size` zeroed bytes that host and device both read and write: as the host and as the device sees
+        them.
+        """
 
     def memory_bytes(self) -> int:
         """Memory that an engine may take."""
@@ -189,7 +195,8 @@ class Ops(Protocol):
         """An empty store for replay."""
 
     def replay(self, graphs: Graphs, key: Hashable, work: Callable[[], None]) -> None:
-        """Do the work. A GPU captures it as a CUDA graph at the second call with a key and launches the graph from then on.
+        """Do the work. A GPU captures it as a CUDA graph at the second call with a key and launches the graph
+        from then on.
 
         `work` must start the same kernels with the same arguments at every call with one key.
         """

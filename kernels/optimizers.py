@@ -38,7 +38,8 @@ class AdamW:
     grad_clip: float = 1.0
 
     def buffers(self, config: ModelConfig, dtype: np.dtype[Any], storage: np.dtype[Any]) -> list[Buffer]:
-        """What the optimizer holds beside parameters and gradients; kind "moments" is saved with a run's state.
+        """What the optimizer holds beside parameters and gradients; kind "moments" is saved with a run's
+        state.
 
         Args:
             config: the model.
@@ -49,7 +50,9 @@ class AdamW:
         return [*moments, Buffer("flags", "parameters", (size // RUN,), np.dtype(np.uint8))]
 
     def flags(self, table: list[Parameter]) -> NDArray[np.uint8]:
-        """(flat_size / RUN,) uint8, what the operation adamw does with each run of RUN elements: DECAYS, CLEARED, MUON."""
+        """(flat_size / RUN,) uint8, what the operation adamw does with each run of RUN elements: DECAYS,
+        CLEARED, MUON.
+        """
         flags = np.zeros(flat_size(table) // RUN, np.uint8)
         for p in table:
             flag = DECAYS * (len(p.shape) > 1) | CLEARED * (not p.linear) | MUON * self.skips(p)
@@ -65,9 +68,10 @@ class AdamW:
     ) -> None:
         """One update of the parameters in `arena`, and of the compute weights if there are any."""
         ops.adamw(
-            arena.whole("parameters"), arena.whole("exp_avg"), arena.whole("exp_avg_sq"), arena.whole("gradients"),
-            arena.whole("weights") if "weights" in arena else None, arena.whole("flags"), grad_norm, lr, step,
-            beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay, grad_clip=self.grad_clip,
+            arena.whole("parameters"), arena.whole("exp_avg"), arena.whole("exp_avg_sq"),
+            arena.whole("gradients"), arena.whole("weights") if "weights" in arena else None,
+            arena.whole("flags"), grad_norm, lr, step, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
+            weight_decay=self.weight_decay, grad_clip=self.grad_clip,
         )  # fmt: skip
 
     def describe(self, table: list[Parameter]) -> str:
@@ -77,10 +81,14 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Muon(AdamW):
-    """Muon for the blocks' matrices (kernels/cpu/muon.py), AdamW for everything else, at one learning rate."""
+    """Muon for the blocks' matrices (kernels/cpu/muon.py), AdamW for everything else, at one learning
+    rate.
+    """
 
     def buffers(self, config: ModelConfig, dtype: np.dtype[Any], storage: np.dtype[Any]) -> list[Buffer]:
-        """AdamW's, and scratch for the largest group of matrices: two copies of it and of its Gram matrices."""
+        """AdamW's, and scratch for the largest group of matrices: two copies of it and of its Gram
+        matrices.
+        """
         shapes = [(layers * count, m, n) for layers, count, m, n in (x.shape for x in block_matrices(config))]
         sizes = {
             "muon_x": max(map(math.prod, shapes)),
@@ -106,8 +114,8 @@ class Muon(AdamW):
             gram, poly = (arena.view("muon_gram", (layers * count, min(m, n), min(m, n)), i) for i in (0, 1))
             copy = None if compute_weights is None else matrices.view(compute_weights)
             ops.muon(
-                params, exp_avg, grads, copy, x, x_next, gram, poly, grad_norm, lr, weight_decay=self.weight_decay,
-                grad_clip=self.grad_clip,
+                params, exp_avg, grads, copy, x, x_next, gram, poly, grad_norm, lr,
+                weight_decay=self.weight_decay, grad_clip=self.grad_clip,
             )  # fmt: skip
 
     def describe(self, table: list[Parameter]) -> str:
@@ -143,8 +151,8 @@ class Matrices:
 def block_matrices(config: ModelConfig) -> list[Matrices]:
     """The blocks' weight matrices; queries, keys, values, gate and up are matrices of their own.
 
-    Muon equalizes the singular values of a matrix. Those of a stack belong to no map that the model applies: equalizing
-    them would trade the size of the values for that of the queries, say.
+    Muon equalizes the singular values of a matrix. Those of a stack belong to no map that the model applies:
+    equalizing them would trade the size of the values for that of the queries, say.
     """
     c = config
     splits = {"qkv": (c.dim, c.kv_dim, c.kv_dim), "up": MLPS[c.mlp].muon_splits(c)}

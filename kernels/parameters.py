@@ -13,14 +13,16 @@ from kernels.parts import NORMS, POSITIONS
 
 Array = np.ndarray[Any, Any]
 
-# Each parameter starts at a multiple of RUN elements of the flat arrays, so that no vector load straddles two parameters.
-# The arrays' length is a multiple of RANKS runs, so that up to RANKS processes can share an update.
+# Each parameter starts at a multiple of RUN elements of the flat arrays, so that no vector load straddles two
+# parameters. The arrays' length is a multiple of RANKS runs, so that up to RANKS processes can share an
+# update.
 RUN = 64
 RANKS = 8
-# Bits of a run's flag, for the operation adamw: weight decay applies; the gradient is set to zero for the next update;
-# the run is Muon's, and AdamW leaves it alone.
+# Bits of a run's flag, for the operation adamw: weight decay applies; the gradient is set to zero for the
+# next update; the run is Muon's, and AdamW leaves it alone.
 DECAYS, CLEARED, MUON = 1, 2, 4
-# Standard deviation of GPT-2's initial weights at its width of 768; other widths keep the variance of a matmul's result.
+# Standard deviation of GPT-2's initial weights at its width of 768; other widths keep the variance of a
+# matmul's result.
 INIT_STD, INIT_DIM = 0.02, 768
 
 
@@ -33,7 +35,8 @@ class Parameter:
         shape: of the tensor.
         offset: of its first element in the flat arrays.
         std: standard deviation of its normal initial values; None: ones.
-        linear: whether it is the weight of a matmul, whose gradient the first micro-batch of an update overwrites.
+        linear: whether it is the weight of a matmul, whose gradient the first micro-batch of an update
+            overwrites.
     """
 
     name: str
@@ -71,8 +74,8 @@ class Parameter:
 def parameter_table(config: ModelConfig) -> list[Parameter]:
     """All parameters, in the order in which the backward pass finishes their gradients.
 
-    Linear weights are (outputs, inputs). `qkv` stacks the query, key and value heads; `up` of a SwiGLU stacks gate and
-    up; `head` stacks the prediction heads that are not the token embedding itself.
+    Linear weights are (outputs, inputs). `qkv` stacks the query, key and value heads; `up` of a SwiGLU stacks
+    gate and up; `head` stacks the prediction heads that are not the token embedding itself.
     """
     c, table, offset = config, [], 0
     std = INIT_STD * math.sqrt(INIT_DIM / c.dim)
@@ -95,7 +98,8 @@ def parameter_table(config: ModelConfig) -> list[Parameter]:
     if untied_heads:
         add("head.weight", untied_heads, c.padded_vocab, c.dim, std=std, linear=True)
     add_norm("norm")
-    # The 2 L branches that are added to the stream start smaller, so that its variance does not grow with the depth.
+    # The 2 L branches that are added to the stream start smaller, so that its variance does not grow with the
+    # depth.
     branch_std = std / math.sqrt(2 * c.layers)
     for i in reversed(range(c.layers)):
         block = f"blocks.{i}."
@@ -123,7 +127,9 @@ def named(flat: Array, table: list[Parameter]) -> dict[str, Array]:
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Normal weights, ones for norms and zeros for biases; the same on every device. Padding rows of the vocabulary are zero."""
+    """Normal weights, ones for norms and zeros for biases; the same on every device. Padding rows of the
+    vocabulary are zero.
+    """
 
     def initial(index: int, p: Parameter) -> NDArray[np.float32]:
         if p.std is None:

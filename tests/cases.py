@@ -1,6 +1,8 @@
-"""Shapes that operations are tested at, on every device: extents of 1, primes, and a block of a kernel more or less 1.
+"""Shapes that operations are tested at, on every device: extents of 1, primes, and a block of a kernel more
+or less 1.
 
-The blocks on the CPU: 16 groups of rows, 64 columns of an embedding, 4 queries or features of attention, 4096 gradients.
+The blocks on the CPU: 16 groups of rows, 64 columns of an embedding, 4 queries or features of attention, 4096
+gradients.
 """
 
 from typing import NamedTuple

@@ -1,19 +1,22 @@
-"""The crash test: kills the pipeline at random moments; in the end its files must equal those of an undisturbed run.
+"""The crash test: kills the pipeline at random moments; in the end its files must equal those of an
+undisturbed run.
 
     python -m tests.chaos [--kills 100] [--seed 1]
 
-A copy of the repository with small texts and settings first runs undisturbed, twice: once with cold caches, once to measure the
-duration of each stage. Then `dvc repro` is started, killed at a random moment of a chosen stage, and started again, up to a dozen
-times. Then it runs to its end, and every file in data/ is compared. This repeats from an empty data/ until all kills are done.
-The kinds of kills:
+A copy of the repository with small texts and settings first runs undisturbed, twice: once with cold caches,
+once to measure the duration of each stage. Then `dvc repro` is started, killed at a random moment of a chosen
+stage, and started again, up to a dozen times. Then it runs to its end, and every file in data/ is compared.
+This repeats from an empty data/ until all kills are done. The kinds of kills:
 
     stage   SIGKILL for the process of the stage only, as the system does when memory is short
-    dvc     SIGKILL for `dvc` only; the stage continues, and the stage of the next `dvc repro` must wait for it
+    dvc     SIGKILL for `dvc` only; the stage continues, and the stage of the next `dvc repro` must wait for
+    it
     group   SIGKILL for dvc, the stage and their children, as when a machine is reset
     ctrl-c  SIGINT for all of them
 
-Training repeats the steps after its last checkpoint. Counted are the steps that the killed process had finished or begun, minus
-the step at which the next process resumes. Exit code 1 if a file differs or more than one interval is repeated. POSIX only.
+Training repeats the steps after its last checkpoint. Counted are the steps that the killed process had
+finished or begun, minus the step at which the next process resumes. Exit code 1 if a file differs or more
+than one interval is repeated. POSIX only.
 """
 
 import argparse
@@ -61,7 +64,8 @@ REPAIRS = {
     "is busy, it is being blocked by": ".dvc/tmp/rwlock",
     "dvc.lock' is invalid": "dvc.lock",
     "dvc.lock' validation failed": "dvc.lock",
-    # A stage that outlived its `dvc` wrote to a folder that DVC read or emptied. Nothing to delete: the next run succeeds.
+    # A stage that outlived its `dvc` wrote to a folder that DVC read or emptied. Nothing to delete: the next
+    # run succeeds.
     "Directory not empty": "",
     "No such file or directory": "",
 }
@@ -78,7 +82,9 @@ class Kill:
 
 @dataclass(frozen=True)
 class Session:
-    """The steps that one process trained: `begin` is where it resumed, `end` is the last step that it began."""
+    """The steps that one process trained: `begin` is where it resumed, `end` is the last step that it
+    began.
+    """
 
     begin: int
     end: int
@@ -125,7 +131,9 @@ class Pipeline:
         return found[-1] if found else None
 
     def finish(self) -> None:
-        """Runs `dvc repro` to its end, with the repairs that it asks for, and waits for what outlived an earlier one."""
+        """Runs `dvc repro` to its end, with the repairs that it asks for, and waits for what outlived an
+        earlier one.
+        """
         while self.start().wait(LONGEST_S):
             self.repair()
         psutil.wait_procs(self.orphans, timeout=LONGEST_S)
@@ -294,7 +302,8 @@ def chaos(scratch: Path, kills: int, seed: int, say: Callable[[str], None] = pri
     lengths_s = stage_lengths(pipeline)
     same = [results(copy.root) == reference]
     say(
-        f"undisturbed: {sum(lengths_s.values()):.0f} s, {len(reference)} files, a second run equal: {yes(same[0])}"
+        f"undisturbed: {sum(lengths_s.values()):.0f} s, {len(reference)} files, a second run equal: "
+        f"{yes(same[0])}"
     )
 
     pending = [
@@ -311,7 +320,8 @@ def chaos(scratch: Path, kills: int, seed: int, say: Callable[[str], None] = pri
             done.append(killed)
             of_run.pop(0)
             say(
-                f"  {pipeline.logs[-1].name}: {killed.way} in {killed.stage}{', training' if killed.training else ''}"
+                f"  {pipeline.logs[-1].name}: {killed.way} in "
+                f"{killed.stage}{', training' if killed.training else ''}"
             )
         pending += of_run  # the pipeline came to its end before them
         pipeline.finish()
@@ -322,7 +332,8 @@ def chaos(scratch: Path, kills: int, seed: int, say: Callable[[str], None] = pri
             name for name in made.keys() | reference.keys() if made.get(name) != reference.get(name)
         )
         say(
-            f"{len(done)} of {kills} kills; equal: {yes(same[-1])} {' '.join(differing)}; repeated steps: {again}"
+            f"{len(done)} of {kills} kills; equal: {yes(same[-1])} {' '.join(differing)}; repeated steps: "
+            f"{again}"
         )
         if not same[-1]:
             break

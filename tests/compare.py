@@ -1,7 +1,7 @@
 """How tests compare arrays: bit by bit, with central differences, and within what a precision can give.
 
-An operation is tested through a `run`: it takes arrays by name, calls forward and backward over outputs that hold NaN, and
-returns everything they wrote; the gradient of `name` is `dname`.
+An operation is tested through a `run`: it takes arrays by name, calls forward and backward over outputs that
+hold NaN, and returns everything they wrote; the gradient of `name` is `dname`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,8 @@ Arrays = dict[str, Array]
 
 # Largest relative error of one rounding, to nearest.
 UNIT = {np.dtype(np.float32): 2.0**-24, np.dtype(np.float64): 2.0**-53}
-# Roundings of an element besides those of its sums: products, quotients, roots and an exponential of about 4 units.
+# Roundings of an element besides those of its sums: products, quotients, roots and an exponential of about 4
+# units.
 ROUNDINGS = 16
 # Elements of each tensor whose derivative is taken numerically, and the step of the differences.
 ELEMENTS = 12
@@ -27,12 +28,16 @@ STEP = 2e-3
 
 
 def normal(rng: np.random.Generator, *shape: int) -> Array:
-    """Standard normal float64 numbers that float32 holds exactly, so that both precisions start from the same."""
+    """Standard normal float64 numbers that float32 holds exactly, so that both precisions start from the
+    same.
+    """
     return rng.standard_normal(shape, np.float32).astype(np.float64)
 
 
 def documents(rng: np.random.Generator, batch: int, length: int, probability: float) -> Array:
-    """(batch, length) int32: the index at which each token's document begins, as kernels.engine.document_start gives it."""
+    """(batch, length) int32: the index at which each token's document begins, as
+    kernels.engine.document_start gives it.
+    """
     begins = rng.random((batch, length)) < probability
     begins[:, 0] = True
     return np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1).astype(np.int32)
@@ -63,7 +68,9 @@ def from_fp8(codes: Array) -> Array:
 
 
 def unwritten(like: Array, *shape: int) -> Array:
-    """NaN in the precision of `like`, in its shape or another: an element that an operation forgets stays NaN."""
+    """NaN in the precision of `like`, in its shape or another: an element that an operation forgets stays
+    NaN.
+    """
     return np.full(shape or like.shape, np.nan, like.dtype)
 
 
@@ -91,10 +98,11 @@ def assert_same_bits(got: Mapping[str, Array], expected: Mapping[str, Array]) ->
 def assert_calibrated(
     got: Mapping[str, Array], oracle: Mapping[str, Array], baseline: Mapping[str, Array], factor: float
 ) -> None:
-    """The error of `got` is at most `factor` times that of a baseline of the same precision, tensor by tensor.
+    """The error of `got` is at most `factor` times that of a baseline of the same precision, tensor by
+    tensor.
 
-    The oracle is the same in float64; the baseline has the same roundings in another order. factor: 2, or 3 where the order of
-    sums differs.
+    The oracle is the same in float64; the baseline has the same roundings in another order. factor: 2, or 3
+    where the order of sums differs.
     """
     assert got.keys() == oracle.keys() == baseline.keys()
     for name in got:
@@ -109,10 +117,11 @@ def assert_float32(
     scale: Mapping[str, float] | None = None,
     names: Sequence[str] = (),
 ) -> None:
-    """float32 gives what float64 gives, up to roundings: a sum of `length` terms and ROUNDINGS more, each of one unit.
+    """float32 gives what float64 gives, up to roundings: a sum of `length` terms and ROUNDINGS more, each of
+    one unit.
 
-    The largest element of a tensor stands for the magnitude of the terms that its elements are summed from; `scale` says
-    otherwise, for a tensor whose terms cancel. `names` of the outputs, all by default.
+    The largest element of a tensor stands for the magnitude of the terms that its elements are summed from;
+    `scale` says otherwise, for a tensor whose terms cancel. `names` of the outputs, all by default.
     """
     got, oracle = run(single(arrays)), run(arrays)
     for name in names or oracle:
@@ -126,7 +135,8 @@ def assert_float32(
 def assert_gradients(
     run: Callable[[Arrays], Arrays], arrays: Arrays, outputs: Mapping[str, str], wrt: Sequence[str]
 ) -> None:
-    """The gradient of sum(output * its dout) by each of `wrt` is that of central differences of fourth order, in float64.
+    """The gradient of sum(output * its dout) by each of `wrt` is that of central differences of fourth order,
+    in float64.
 
     outputs: the name of each output's gradient among the arrays, by the output's name.
     """
@@ -138,7 +148,8 @@ def assert_gradients(
         return run(arrays)
 
     for name, gradient in gradients.items():
-        # 1e-6: where a gradient vanishes, as that of a single token's probability, the differences are rounding alone.
+        # 1e-6: where a gradient vanishes, as that of a single token's probability, the differences are
+        # rounding alone.
         flat, floor = arrays[name].reshape(-1), max(FLOOR * np.abs(gradient).max(), 1e-6)
         for index in rng.permutation(flat.size)[:ELEMENTS]:
             element = flat[index : index + 1].reshape(())

@@ -1,8 +1,9 @@
 """How an operation of kernels/cuda is tested against the one of the same name in kernels/cpu.
 
-A test writes one `run(side, a)`: it makes its arrays with the side's `stored`, `single` and `same`, calls the CPU's functions
-through `side(function, ...)`, and returns what they wrote. It is run four times: as the oracle (CPU, float64), as the baseline
-(CPU, float32, rounded to the storage type wherever CUDA stores), and twice on the GPU.
+A test writes one `run(side, a)`: it makes its arrays with the side's `stored`, `single` and `same`, calls the
+CPU's functions through `side(function, ...)`, and returns what they wrote. It is run four times: as the
+oracle (CPU, float64), as the baseline (CPU, float32, rounded to the storage type wherever CUDA stores), and
+twice on the GPU.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -152,16 +153,19 @@ def assert_calibrated_op(
     scale: Mapping[str, float] | None = None,
     repeats: bool = True,
 ) -> None:
-    """The GPU's error is at most twice the baseline's, tensor by tensor, and a second run gives the same bits.
+    """The GPU's error is at most twice the baseline's, tensor by tensor, and a second run gives the same
+    bits.
 
     Args:
         run: as the file's docstring says.
         arrays: its inputs; floating-point ones in float64.
         storage: FLOAT or BF16.
-        sums: outputs for which thrice is allowed and that are fp32 (column sums: the order of the terms differs).
+        sums: outputs for which thrice is allowed and that are fp32 (column sums: the order of the terms
+            differs).
         single: further outputs that are fp32 whatever the storage.
         exact: outputs that must be the oracle's, rounded; integers and booleans always are.
-        scale: for an output whose terms cancel, the magnitude of the terms; else its own largest element stands for it.
+        scale: for an output whose terms cancel, the magnitude of the terms; else its own largest element
+            stands for it.
         repeats: whether a second run has to give the same bits.
     """
     side = Gpu(storage)

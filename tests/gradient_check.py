@@ -48,7 +48,9 @@ STEPS = (0.008, 0.004, 0.002, 0.001)
 
 @dataclass
 class Problem:
-    """A float64 engine with random weights, one batch with documents and unweighted targets, and the loss over it."""
+    """A float64 engine with random weights, one batch with documents and unweighted targets, and the loss
+    over it.
+    """
 
     engine: Engine
     batch: Batch
@@ -87,8 +89,8 @@ def make_problem(config: ModelConfig, seed: int, recompute: bool = False) -> Pro
 def numeric_derivative(problem: Problem, element: NDArray[np.float64]) -> float:
     """d loss / d element, element being a 0-d view into the engine's weights.
 
-    Of the estimates at decreasing steps, the one that differs least from its neighbour: a larger step is wrong by
-    truncation, a smaller one by rounding. The analytic value takes no part in the choice.
+    Of the estimates at decreasing steps, the one that differs least from its neighbour: a larger step is
+    wrong by truncation, a smaller one by rounding. The analytic value takes no part in the choice.
     """
     origin, estimates = element.copy(), []
     for step in STEPS:
@@ -140,7 +142,8 @@ def main() -> None:
     for label, config in MODELS.items():
         columns = [check_model(config, seed, args.elements) for seed in range(args.seeds)]
         print(
-            f"{label}: largest relative error of {args.elements} elements a tensor, seeds 0 to {args.seeds - 1}"
+            f"{label}: largest relative error of {args.elements} elements a tensor, seeds 0 to "
+            f"{args.seeds - 1}"
         )
         for name in columns[0]:
             row = [column[name] for column in columns]

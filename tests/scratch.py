@@ -1,4 +1,6 @@
-"""A copy of the repository in its own git repository, with tiny texts and settings, in which DVC runs as for a user."""
+"""A copy of the repository in its own git repository, with tiny texts and settings, in which DVC runs as for
+a user.
+"""
 
 import json
 import os
@@ -22,17 +24,21 @@ model: {layers: 1, heads: 2, kv_heads: 1, dim: 16, ffn: 16, context: 32, mtp_hea
 pretrain: {steps: 4, micro_batch: 2, warmup_steps: 1, val_every: 2, sample_every: 4, checkpoint_every: 2}
 eval: {max_tokens: 4, micro_batch: 4}
 """ + "".join(
-    f"{stage.name}: {{steps: 3, micro_batch: 2, warmup_steps: 1, val_every: 3, sample_every: 3, checkpoint_every: 3}}\n"
+    f"{stage.name}: "
+    f"{{steps: 3, micro_batch: 2, warmup_steps: 1, val_every: 3, sample_every: 3, checkpoint_every: 3}}\n"
     for stage in TRAINED_STAGES[1:]
 )
 
 
 class Copy:
-    """A copy that was made; DVC and the stages are called as by a user who never activated the environment."""
+    """A copy that was made; DVC and the stages are called as by a user who never activated the
+    environment.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        # .venv's interpreter finds its own `python` without activation (see the Makefile); another one is given it.
+        # .venv's interpreter finds its own `python` without activation (see the Makefile); another one is
+        # given it.
         unactivated = Path(sysconfig.get_path("purelib"), "nanoeuler_path.pth").exists()
         path = os.defpath if unactivated else f"{BIN}{os.pathsep}{os.defpath}"
         kept = {
@@ -67,7 +73,9 @@ class Copy:
 
 
 def heed_ctrl_c() -> None:
-    """Lets SIGINT reach what is started from here: a shell's background jobs ignore it, and so does what they start."""
+    """Lets SIGINT reach what is started from here: a shell's background jobs ignore it, and so does what they
+    start.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

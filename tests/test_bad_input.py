@@ -1,7 +1,9 @@
-"""Faults of users and disks: the stage's main() prints one line that says what is wrong, where, and what to do.
+"""Faults of users and disks: the stage's main() prints one line that says what is wrong, where, and what to
+do.
 
-A small pipeline runs once. For each fault a copy of it is damaged in one place, and the stage that meets the fault is started.
-The table holds the required parts of the message: file, key or value, what was expected, what to do.
+A small pipeline runs once. For each fault a copy of it is damaged in one place, and the stage that meets the
+fault is started. The table holds the required parts of the message: file, key or value, what was expected,
+what to do.
 """
 
 import importlib
@@ -178,7 +180,8 @@ FAULTS: dict[str, tuple[str, Spoil | None, list[str], str]] = {
     "foreign checkpoint, eval": ("eval", other_tokenizer, [], "checkpoint: trained with tokenizer .*the one given is .*, or run"),
     # Training.
     "long conversations": (
-        "sft", long_talk, [], "no conversation is left of 1: 1 are longer than model.context = 32.* or sft.overflow: truncate",
+        "sft", long_talk, [],
+        "no conversation is left of 1: 1 are longer than model.context = 32.* or sft.overflow: truncate",
     ),
     "not finite": (
         "pretrain", None, ["pretrain.lr=1e30"],
@@ -245,8 +248,8 @@ def files_of_at_most(size: int) -> Iterator[None]:
     ],
 )
 def test_a_disk_that_fills_up_on_the_way(
-    whole: Path, tmp_path: Path, stage: str, size: int, trained: bool, message: str, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    whole: Path, tmp_path: Path, stage: str, size: int, trained: bool, message: str,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     root = tmp_path / "full"
     copytree(whole, root)

@@ -1,6 +1,8 @@
-"""A day's work with one's own text, step by step in one checkout: each step trains on what a person would expect. Slow.
+"""A day's work with one's own text, step by step in one checkout: each step trains on what a person would
+expect. Slow.
 
-What was trained on is told by the manifest's digest of the text, and by the bytes of text that the shards count.
+What was trained on is told by the manifest's digest of the text, and by the bytes of text that the shards
+count.
 """
 
 import hashlib
@@ -42,7 +44,9 @@ def train(repo: Copy, *arguments: str) -> list[str]:
 
 
 def trained_on(repo: Copy) -> str:
-    """All text of the corpus as the pipeline has it, held-out parts behind the rest; checked to be what was trained on."""
+    """All text of the corpus as the pipeline has it, held-out parts behind the rest; checked to be what was
+    trained on.
+    """
     manifest = json.loads((repo.root / "data/download/manifest.json").read_text(encoding="utf-8"))["corpus"]
     index = json.loads((repo.root / "data/shard/index.json").read_text(encoding="utf-8"))["splits"]
     parts: dict[str, list[str]] = {}
@@ -85,7 +89,8 @@ def day(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     yield repo
 
 
-# One story, in the order of the day: each step starts from what the one before has left, as a person's checkout does.
+# One story, in the order of the day: each step starts from what the one before has left, as a person's
+# checkout does.
 def test_a_day_with_own_text(day: Copy) -> None:
     repo, python = day, sys.executable
     anna = repo.root / "texts" / "anna.txt"
@@ -134,7 +139,8 @@ def test_a_day_with_own_text(day: Copy) -> None:
     assert now["corpus"]["name"] == "local" and trained_on(repo) == texts(repo)
 
 
-# Chats of three shapes, with rows that are none: what can be read is trained on, the rest is counted and named.
+# Chats of three shapes, with rows that are none: what can be read is trained on, the rest is counted and
+# named.
 def test_own_chats(day: Copy) -> None:
     repo, folder = day, day.root / "conversations"
     rmtree(folder)
@@ -192,7 +198,8 @@ def test_go_on_training_and_talk(day: Copy) -> None:
     repo.run(*command)
 
 
-# A vocabulary or a dataset's folder that is replaced under the same name: the old one came back as up to date.
+# A vocabulary or a dataset's folder that is replaced under the same name: the old one came back as up to
+# date.
 def test_a_taken_tokenizer_and_a_dataset_folder_are_watched(day: Copy) -> None:
     repo = day
     hub = "name: hub\nlocal_path: sets/own\nsources:\n  - {kind: hf, dataset: sets/own, split: train}\n"
@@ -249,6 +256,6 @@ def test_text_outside_the_watched_folder(day: Copy, tmp_path: Path) -> None:
     sources = f"corpus.sources=[{{kind: local, files: ['{tmp_path}/*.txt']}}]"
     done = day.fail(sys.executable, "-m", "stages.download", "corpus=local", sources)
     assert (
-        f"lies outside corpus.local_path = texts, where DVC looks for changes: set corpus.local_path={tmp_path}"
-        in done
+        "lies outside corpus.local_path = texts, where DVC looks for changes: set "
+        f"corpus.local_path={tmp_path}" in done
     )

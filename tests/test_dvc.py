@@ -1,7 +1,8 @@
-"""What DVC and Hydra do with this repository, tried on a copy of it with a tiny run. Slow: `.ci/run` runs these.
+"""What DVC and Hydra do with this repository, tried on a copy of it with a tiny run. Slow: `.ci/run` runs
+these.
 
-DVC is called as a user calls it who never activated the environment. The tests share one copy, in which the pipeline has run
-once, and put back what they change.
+DVC is called as a user calls it who never activated the environment. The tests share one copy, in which the
+pipeline has run once, and put back what they change.
 """
 
 import csv
@@ -81,8 +82,8 @@ def test_git_keeps_metrics_and_curves_alone(repo: Copy) -> None:
     }
 
 
-# An out that holds a time differs from run to run: after `git checkout .` the lock names one that is in no cache, and minutes
-# of training run again.
+# An out that holds a time differs from run to run: after `git checkout .` the lock names one that is in no
+# cache, and minutes of training run again.
 def test_a_run_from_nothing_writes_the_same_lock(repo: Copy) -> None:
     for folder in ("data", ".dvc/cache", ".nanoeuler"):
         rmtree(repo.root / folder)
@@ -90,7 +91,8 @@ def test_a_run_from_nothing_writes_the_same_lock(repo: Copy) -> None:
     assert repo.git("status", "--porcelain") == ""
 
 
-# A lock that is put back must cost seconds, also where DVC's run cache is gone: finished work of a stage is kept.
+# A lock that is put back must cost seconds, also where DVC's run cache is gone: finished work of a stage is
+# kept.
 def test_a_lock_that_is_put_back_repeats_no_training(repo: Copy) -> None:
     repo.dvc("exp", "run", "-S", "sft.steps=2")
     repo.git("checkout", "--quiet", "dvc.lock", "params.yaml")
@@ -103,7 +105,8 @@ def test_a_lock_that_is_put_back_repeats_no_training(repo: Copy) -> None:
     assert stages_run(repo.dvc("repro")) == []
 
 
-# An SFT parameter that pretraining tracked would cost a pretraining; results that are not in the run cache cost it again.
+# An SFT parameter that pretraining tracked would cost a pretraining; results that are not in the run cache
+# cost it again.
 def test_sft_parameter_reruns_sft_and_eval_and_goes_back_for_nothing(repo: Copy) -> None:
     assert stages_run(repo.dvc("exp", "run", "-S", "sft.steps=2")) == ["sft", "eval"]
     before = json.loads(repo.git("show", "HEAD:data/eval/metrics.json"))
@@ -116,8 +119,9 @@ def test_sft_parameter_reruns_sft_and_eval_and_goes_back_for_nothing(repo: Copy)
     assert repo.git("status", "--porcelain") == ""
 
 
-# `dvc exp run -S` composes conf/: a group is chosen, a value set, an experiment added, in any order; and a model of other
-# parts trains. The experiment's five steps and the model's two layers show that none overwrote another.
+# `dvc exp run -S` composes conf/: a group is chosen, a value set, an experiment added, in any order; and a
+# model of other parts trains. The experiment's five steps and the model's two layers show that none overwrote
+# another.
 def test_exp_run_composes_groups_values_and_experiments(repo: Copy) -> None:
     output = repo.dvc(
         "exp", "run", "-S", "model.layers=2", "-S", "model=gpt2_124m", "-S", "+experiment=longer"
@@ -129,7 +133,8 @@ def test_exp_run_composes_groups_values_and_experiments(repo: Copy) -> None:
     assert "model.norm" in repo.dvc("params", "diff")
 
 
-# A kernel that DVC does not see change would leave models of the old code; a note or a compiled file is no change.
+# A kernel that DVC does not see change would leave models of the old code; a note or a compiled file is no
+# change.
 def test_kernel_source_counts_and_notes_do_not(repo: Copy) -> None:
     write(repo.root / "kernels" / "NOTES.md", "a note\n")
     write(repo.root / "kernels" / "cpu" / "__pycache__" / "new.cpython-311.pyc", "x")
@@ -144,8 +149,8 @@ def test_runtime_is_not_tracked(repo: Copy) -> None:
     assert stages_run(repo.dvc("exp", "run", "-S", "runtime.display=plain", "-S", "runtime.threads=1")) == []
 
 
-# Workers of the queue run in a copy of what git tracks, without the shell that queued them: they need the interpreter and
-# every file the stages read.
+# Workers of the queue run in a copy of what git tracks, without the shell that queued them: they need the
+# interpreter and every file the stages read.
 def test_sweep_in_the_queue(repo: Copy) -> None:
     repo.dvc("exp", "run", "--queue", "-S", "sft.lr=1e-4,2e-4")
     repo.dvc("queue", "start", "--jobs", "1")
@@ -171,8 +176,8 @@ def start(repo: Copy, *command: str) -> "subprocess.Popen[str]":
     heed_ctrl_c()
     environment = {**repo.environment, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        command, cwd=repo.root, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, encoding="utf-8", start_new_session=True,
+        command, cwd=repo.root, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, encoding="utf-8", start_new_session=True,
     )  # fmt: skip
 
 
@@ -209,8 +214,9 @@ def test_ctrl_c_saves_and_leaves_the_stage_unfinished(repo: Copy) -> None:
     assert f"resumed at step {saved} " in again and stages_run(again) == ["pretrain", "sft", "eval"]
 
 
-# Two that train in one folder would mix their files. DVC refuses; a stage by hand, or one whose `dvc` was killed, waits. Of two
-# that wait the first gives up: nothing waits for what it makes, and it would come between the later one and the next stage.
+# Two that train in one folder would mix their files. DVC refuses; a stage by hand, or one whose `dvc` was
+# killed, waits. Of two that wait the first gives up: nothing waits for what it makes, and it would come
+# between the later one and the next stage.
 def test_a_second_run_is_refused_or_waits(repo: Copy) -> None:
     train_long(repo, seed=2)
     with start(repo, DVC, "repro") as first:

@@ -1,7 +1,7 @@
 """docs/extending.md, followed step by step in a copy of the project.
 
-The page's code blocks are applied as the line before each says: "New file `PATH`:", "At the end of `PATH`:", or "In `PATH`,"
-and then "below `LINE`:", "above `LINE`:", "above the class `NAME`:" or "in place of `LINE`:".
+The page's code blocks are applied as the line before each says: "New file `PATH`:", "At the end of `PATH`:",
+or "In `PATH`," and then "below `LINE`:", "above `LINE`:", "above the class `NAME`:" or "in place of `LINE`:".
 """
 
 import os
@@ -99,8 +99,8 @@ def follow(root: Path) -> list[str]:
 def run(root: Path, *command: str) -> str:
     """What a command in the copy prints; it must succeed."""
     done = subprocess.run(
-        [sys.executable, *command], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True,
-        encoding="utf-8", check=False,
+        [sys.executable, *command], cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True, text=True, encoding="utf-8", check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{' '.join(command)[:200]}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout

@@ -9,7 +9,8 @@ import pytest
 from docs.figures import loss_figure, pipeline_figure, read_curve, run
 
 
-# A run of one update has one row: a curve without an extent must not divide by zero, and both files must be XML.
+# A run of one update has one row: a curve without an extent must not divide by zero, and both files must be
+# XML.
 @pytest.mark.parametrize("steps", [1, 7, 20, 1400])
 def test_figures_are_xml(steps: int) -> None:
     train = [(step, 6.0 - step / steps) for step in range(1, steps + 1)]

@@ -18,7 +18,8 @@ def run(*command: str | Path, cwd: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
-# After `mv` of a checkout every program in .venv/bin named an interpreter that is gone, by either of pip's two openings.
+# After `mv` of a checkout every program in .venv/bin named an interpreter that is gone, by either of pip's
+# two openings.
 def test_programs_of_a_moved_folder_start_again(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new place"
     venv.create(old / ".venv")
@@ -71,7 +72,8 @@ def test_other_programs_start_under_a_path_beyond_ascii(tmp_path: Path) -> None:
         assert run(sys.executable, "-c", start, *arguments, cwd=folder).stdout == "started\n"
 
 
-# Unpacked from an archive, the folder is no git repository: DVC says that, but not what to do, and after an installation.
+# Unpacked from an archive, the folder is no git repository: DVC says that, but not what to do, and after an
+# installation.
 @pytest.mark.skipif(which("make") is None, reason="needs make")
 def test_a_folder_without_git_is_told_what_to_do(tmp_path: Path) -> None:
     copy(ROOT / "Makefile", tmp_path)

@@ -102,7 +102,9 @@ def imported(name: str) -> Iterator[str]:
 
 
 def closure(name: str) -> set[str]:
-    """A Python file and all that it imports, directly or not, without UNTRACKED and what only that imports."""
+    """A Python file and all that it imports, directly or not, without UNTRACKED and what only that
+    imports.
+    """
     found: set[str] = set()
     pending = [name]
     while pending:
@@ -138,7 +140,8 @@ def test_one_name_a_stage(stage: str) -> None:
         assert out == f"data/{stage}" or out.startswith(f"data/{stage}/"), out
 
 
-# Every stage and command runs as `python -m stages.NAME`; without main() or the guard, importing it would run it or nothing.
+# Every stage and command runs as `python -m stages.NAME`; without main() or the guard, importing it would run
+# it or nothing.
 @pytest.mark.parametrize("name", [*STAGES, *COMMANDS])
 def test_programs_have_run_and_main(name: str) -> None:
     body = tree(f"stages/{name}.py").body
@@ -183,8 +186,8 @@ def test_only_cuda_imports_cupy() -> None:
                     assert not re.search(r"\bcupy\b", ast.unparse(node)), f"{name}: {ast.unparse(node)}"
 
 
-# A module that a stage imports but dvc.yaml does not list could change without the stage ever running again; one that is
-# listed but not imported would make it run for nothing.
+# A module that a stage imports but dvc.yaml does not list could change without the stage ever running again;
+# one that is listed but not imported would make it run for nothing.
 @pytest.mark.parametrize("stage", STAGES)
 def test_deps_are_the_imports(stage: str) -> None:
     deps = [dep for dep in DVC["stages"][stage]["deps"] if not dep.startswith(("data/", "${"))]
@@ -233,15 +236,16 @@ def test_data_flows_one_way() -> None:
         assert untracked or any(path == out or path.startswith(f"{out}/") for out in written), path
 
 
-# An uncached entry of `outs` disables the run cache of its stage: returning to earlier parameters would train again.
+# An uncached entry of `outs` disables the run cache of its stage: returning to earlier parameters would train
+# again.
 def test_uncached_outs_are_metrics_or_plots() -> None:
     for stage, spec in DVC["stages"].items():
         for out in spec["outs"]:
             assert isinstance(out, str) or "cache" not in next(iter(out.values())), stage
 
 
-# DVC must track every section that a stage uses, or its result changes unnoticed; a section that is tracked but not used causes
-# needless runs. Only `runtime` is untracked.
+# DVC must track every section that a stage uses, or its result changes unnoticed; a section that is tracked
+# but not used causes needless runs. Only `runtime` is untracked.
 @pytest.mark.parametrize("stage", STAGES)
 def test_params_are_what_the_stage_uses(stage: str) -> None:
     shared = {"stages/training_stage.py"} & set(
@@ -267,7 +271,8 @@ def test_every_section_is_tracked() -> None:
     assert tracked_sections == set(PARAMS) - {"runtime"}
 
 
-# A training stage that is not listed has no resume state on the disk plan, no column in the evaluation and no --model.
+# A training stage that is not listed has no resume state on the disk plan, no column in the evaluation and no
+# --model.
 def test_every_training_section_is_a_trained_stage() -> None:
     kinds = get_type_hints(Settings)
     sections = tuple(name for name, kind in kinds.items() if issubclass(kind, Training))
@@ -329,8 +334,8 @@ def test_no_file_for_everything() -> None:
         assert not re.search(r"(^|/)(utils?|helpers?|common|misc)(\.|/)", name), name
 
 
-# Text of another project's tools, of one machine or of one registry would be wrong in everybody else's copy. The patterns
-# are written apart here, so that this file does not match them.
+# Text of another project's tools, of one machine or of one registry would be wrong in everybody else's copy.
+# The patterns are written apart here, so that this file does not match them.
 def test_nothing_of_one_machine() -> None:
     forbidden = [
         "/" + "work/",

@@ -26,8 +26,8 @@ def matmul_gelu_forward(act: Array, up: Array, inp: Array, weight: Array, bias: 
 
 
 def matmul_gelu_backward(
-    dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Array, dbias: Array | None = None, *,
-    add_dweight: bool = True,
+    dup: Array, dweight: Array, dout: Array, act: Array, up: Array, weight: Array, dbias: Array | None = None,
+    *, add_dweight: bool = True,
 ) -> None:  # fmt: skip
     """Gradient of the layer that reads act, out = act @ weight^T, and of the GELU before it.
 

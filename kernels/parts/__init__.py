@@ -1,8 +1,9 @@
 """The parts of which a model is a choice. An entry holds everything that the model knows of a part.
 
-An entry names its parameters and buffers, and writes its forward and backward pass over the device's operations. Decoding
-through a KV cache runs the same forward pass. `one_launch` says whether the one-launch kernel (decode_step.cu) computes the
-part, too. A new part is an entry, a line in its registry here, and its name in kernels/config.py.
+An entry names its parameters and buffers, and writes its forward and backward pass over the device's
+operations. Decoding through a KV cache runs the same forward pass. `one_launch` says whether the one-launch
+kernel (decode_step.cu) computes the part, too. A new part is an entry, a line in its registry here, and its
+name in kernels/config.py.
 """
 
 from kernels.config import ModelConfig

@@ -31,7 +31,9 @@ class Mlp(Protocol):
         """Rows of each matrix that is stacked in up's weight."""
 
     def forward(self, t: Tensors, block: str, i: int, out: Array, inp: Array, *, training: bool) -> None:
-        """out (rows, C), without down's bias, from inp (rows, C); `i` is the layer, `block` the prefix of its names."""
+        """out (rows, C), without down's bias, from inp (rows, C); `i` is the layer, `block` the prefix of its
+        names.
+        """
 
     def backward(
         self, t: Tensors, block: str, i: int, dinp: Array, dout: Array, inp: Array, *, accumulate: bool

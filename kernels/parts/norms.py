@@ -15,9 +15,10 @@ class Norm:
         parameters: standard deviation of each parameter's initial values; None: ones.
         statistics: what is saved per position for the backward pass.
         forward: the operation (out, *statistics, inp, *parameters, eps=).
-        residual_forward: the operation (residual_out, out, *statistics, residual, branch, branch_bias, *parameters, eps=).
-        residual_backward: the operation (dinp, *dparameters, dbranch_bias, dresidual_out, dout, residual_out, weight,
-            *statistics).
+        residual_forward: the operation (residual_out, out, *statistics, residual, branch, branch_bias,
+            *parameters, eps=).
+        residual_backward: the operation (dinp, *dparameters, dbranch_bias, dresidual_out, dout, residual_out,
+            weight, *statistics).
         one_launch: whether decode_step.cu computes it.
     """
 

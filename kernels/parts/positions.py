@@ -32,7 +32,9 @@ class Position(Protocol):
         """The gradient of the bias of `linear`, if attention's backward pass shall sum it along the way."""
 
     def backward(self, t: Tensors, linear: str, dqkv: Array, start: Array, table: Any) -> None:
-        """Change dqkv in place after attention's backward pass; sum the bias's gradient if attention did not."""
+        """Change dqkv in place after attention's backward pass; sum the bias's gradient if attention did
+        not.
+        """
 
 
 class Rope:

@@ -13,16 +13,18 @@ Array = np.ndarray[Any, Any]
 
 
 class Tensors:
-    """What a pass works on: the device's operations, its buffers, and the weights and gradients by parameter name.
+    """What a pass works on: the device's operations, its buffers, and the weights and gradients by parameter
+    name.
 
     Args:
         config, numerics: what to compute.
         ops: the operations.
         arena: the buffers of kernels.memory.activation_plan.
         compute_weights: in the precision that matmuls read.
-        master_weights: as they are trained. The embedding, the norms and the biases that norms add read these, because they
-            make up the residual stream.
-        fp8_weights: handles of the blocks' weights in FP8, which training passes read instead; empty without fp8.
+        master_weights: as they are trained. The embedding, the norms and the biases that norms add read
+            these, because they make up the residual stream.
+        fp8_weights: handles of the blocks' weights in FP8, which training passes read instead; empty without
+            fp8.
         grads: empty if only forward passes are made.
     """
 

@@ -1,9 +1,11 @@
-"""Our tokenizer beside Hugging Face `tokenizers` (training) and `tiktoken` (encoding): same text, same threads, one run.
+"""Our tokenizer beside Hugging Face `tokenizers` (training) and `tiktoken` (encoding): same text, same
+threads, one run.
 
     python -m tests.bench.tokenizers [--threads 2] [--rounds 5] [--vocabulary 512 4096 50257]
 
-The two take turns; a figure is the median of the rounds, a ratio the median of the rounds' ratios. Texts: the plays of
-data/download, and 30 MB of Python's own standard library. Both sides encode with the vocabulary that ours learned on the text.
+The two take turns; a figure is the median of the rounds, a ratio the median of the rounds' ratios. Texts: the
+plays of data/download, and 30 MB of Python's own standard library. Both sides encode with the vocabulary that
+ours learned on the text.
 """
 
 import argparse
@@ -58,7 +60,9 @@ def peer_train(texts: list[str], vocab_size: int) -> None:
 
 
 def tiktoken_encoding(tokenizer: Tokenizer) -> Any:
-    """tiktoken with our vocabulary: a token's rank is its id, since merges have their ids in the order they were learned."""
+    """tiktoken with our vocabulary: a token's rank is its id, since merges have their ids in the order they
+    were learned.
+    """
     import tiktoken
 
     ranks = {token: rank for rank, token in enumerate(tokenizer.token_bytes) if token}
@@ -81,7 +85,9 @@ def alternate(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int) -> 
 
 
 def compare(name: str, texts: list[str], vocab_size: int, args: argparse.Namespace) -> None:
-    """Print a line for training and one for encoding; a vocabulary larger than the text can give is left out, with a line."""
+    """Print a line for training and one for encoding; a vocabulary larger than the text can give is left out,
+    with a line.
+    """
     size_mb = sum(len(text.encode()) for text in texts) / 1e6
     try:
         tokenizer = Tokenizer.train(texts, vocab_size, SPECIAL, threads=args.threads)

@@ -2,7 +2,8 @@
 
     python -m tests.bench.torch_train [--compile 0] [--batch 32] [--seq 128]        needs PyTorch
 
-Fused attention and RMSNorm, heads weighted equally, clipping, fused AdamW, fp32, all threads: as fast as stock PyTorch does it.
+Fused attention and RMSNorm, heads weighted equally, clipping, fused AdamW, fp32, all threads: as fast as
+stock PyTorch does it.
 """
 
 import argparse

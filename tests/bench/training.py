@@ -2,13 +2,13 @@
 
     python -m tests.bench.training [--peer "COMMAND"]
 
-COMMAND, tests.bench.torch_train where none is given, trains the same shape (four heads, clipping, AdamW) and ends with a line
-of JSON that has `tokens_per_s`, as ours does:
+COMMAND, tests.bench.torch_train where none is given, trains the same shape (four heads, clipping, AdamW) and
+ends with a line of JSON that has `tokens_per_s`, as ours does:
 
     python -m tests.bench.engine train --model euler_1m --batch 32 --seq 128
 
-Each turn is a process of its own, so that neither leaves threads behind. A figure is the median of the rounds, the ratio the
-median of the rounds' ratios.
+Each turn is a process of its own, so that neither leaves threads behind. A figure is the median of the
+rounds, the ratio the median of the rounds' ratios.
 """
 
 import argparse
@@ -26,7 +26,8 @@ def tokens_per_s(command: list[str]) -> float:
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     if done.returncode:
         sys.exit(
-            f"error: {shlex.join(command)} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"
+            f"error: {shlex.join(command)} ended with {done.returncode}: "
+            f"{done.stderr.strip().splitlines()[-1:]}"
         )
     return float(json.loads(done.stdout.strip().splitlines()[-1])["tokens_per_s"])
 

@@ -60,7 +60,8 @@ def largest(array: Array) -> float:
     return float(np.abs(array).max())
 
 
-# eps inside the root, a decay of the moments (L2 instead of AdamW), or a bias correction with the wrong power.
+# eps inside the root, a decay of the moments (L2 instead of AdamW), or a bias correction with the wrong
+# power.
 @pytest.mark.parametrize("step", [1, 2, 1000])
 def test_is_the_paper(step: int) -> None:
     a = {**inputs(), "step": np.array(step)}
@@ -74,7 +75,8 @@ def test_is_the_paper(step: int) -> None:
         )
 
 
-# Without bias correction the first step is a tenth of the learning rate; with it, whatever the gradient's size, all of it.
+# Without bias correction the first step is a tenth of the learning rate; with it, whatever the gradient's
+# size, all of it.
 def test_first_step_has_the_length_of_the_learning_rate() -> None:
     a = single(
         {**inputs(), "step": np.array(1), "exp_avg": np.zeros(RUN * RUNS), "exp_avg_sq": np.zeros(RUN * RUNS)}
@@ -94,7 +96,8 @@ def test_decay_acts_where_it_should() -> None:
     assert_within("params", got[decays], a["params"][decays] * (1 - 1e-2 * 0.1), 1e-15)
 
 
-# A gradient longer than the threshold that isn't shortened, one below it that is, or the clip's sense turned round.
+# A gradient longer than the threshold that isn't shortened, one below it that is, or the clip's sense turned
+# round.
 @pytest.mark.parametrize(
     ("norm", "grad_clip", "factor"), [(4.0, 1.0, 0.25), (4.0, 8.0, 1.0), (4.0, 0.0, 1.0), (0.0, 1.0, 1.0)]
 )
@@ -105,7 +108,8 @@ def test_clipping(norm: float, grad_clip: float, factor: float) -> None:
         assert_within(name, got, expected[name], 1e-14 * largest(expected[name]))
 
 
-# Padding is zero in every array; 0 / (0 + eps) must leave it so, or padding rows of the vocabulary would grow.
+# Padding is zero in every array; 0 / (0 + eps) must leave it so, or padding rows of the vocabulary would
+# grow.
 def test_padding_stays_zero() -> None:
     a = single(inputs())
     for name in ("params", "exp_avg", "exp_avg_sq", "grads"):
@@ -119,7 +123,8 @@ def test_same_bits_again_and_on_one_thread() -> None:
     assert_repeats(run, inputs())
 
 
-# A gradient that the next update adds to, one that is cleared for nothing, or an element that is cleared before it is used.
+# A gradient that the next update adds to, one that is cleared for nothing, or an element that is cleared
+# before it is used.
 def test_gradient_is_cleared() -> None:
     a = {**inputs(), "compute_weights": np.full(RUN * RUNS, np.nan, np.float32)}
     params, before, scalars = a["params"], a["grads"].copy(), (a["flags"], a["grad_norm"], a["lr"], a["step"])
@@ -147,7 +152,8 @@ def test_muons_runs_stay() -> None:
     assert_same_bits(results[1], {**a, **{name: np.where(muons, a[name], results[0][name]) for name in flat}})
 
 
-# One update by a gradient that overflowed spoils every parameter; one that clears it hides the tensor at fault.
+# One update by a gradient that overflowed spoils every parameter; one that clears it hides the tensor at
+# fault.
 @pytest.mark.parametrize("norm", [np.nan, np.inf])
 def test_nothing_changes_where_the_norm_is_not_finite(norm: float) -> None:
     a = {**inputs(), "compute_weights": np.ones(RUN * RUNS), "grad_norm": np.array(norm)}

@@ -30,7 +30,9 @@ def run(a: Arrays, dbias: Array | None = None) -> Arrays:
 
 
 def split(a: Arrays) -> tuple[Array, Array, Array, Array]:
-    """q, k and v (B, H, T, D), keys and values repeated for the heads that share them, and the mask (B, 1, T, T)."""
+    """q, k and v (B, H, T, D), keys and values repeated for the heads that share them, and the mask (B, 1, T,
+    T).
+    """
     heads, length = a["dout"].shape[2], a["dout"].shape[1]
     kv_heads = (a["qkv"].shape[2] - heads) // 2
     turned = a["qkv"].transpose(0, 2, 1, 3)
@@ -60,7 +62,8 @@ def dense(a: Arrays) -> Arrays:
     return {"out": out.transpose(0, 2, 1, 3), "lse": lse[..., 0], "dqkv": dqkv.transpose(0, 2, 1, 3)}
 
 
-# A wrong mask, scale, or key head of a query head; also lse, which another implementation must be able to read.
+# A wrong mask, scale, or key head of a query head; also lse, which another implementation must be able to
+# read.
 @pytest.mark.parametrize("case", ATTENTION)
 def test_is_a_dense_masked_softmax(case: Attention) -> None:
     a = attention_inputs(case)
@@ -116,7 +119,8 @@ def test_the_future_has_no_influence(seen: int) -> None:
     assert_same_bits({"lse": changed["lse"][:, :, :seen].copy()}, {"lse": got["lse"][:, :, :seen].copy()})
 
 
-# One key too many at the other end: a packed conversation would read the one before it. Backward, too, stays within.
+# One key too many at the other end: a packed conversation would read the one before it. Backward, too, stays
+# within.
 @pytest.mark.parametrize("border", [1, 4, 6, 16])
 def test_another_document_has_no_influence(border: int) -> None:
     a = single(attention_inputs(ATTENTION[6]))
@@ -134,7 +138,8 @@ def test_another_document_has_no_influence(border: int) -> None:
     assert_same_bits({"dqkv": changed["dqkv"][:, :border].copy()}, {"dqkv": got["dqkv"][:, :border].copy()})
 
 
-# delta by dout . out alone: its rounding, not the gradient, is what is left of a query that gives one key nearly all its weight.
+# delta by dout . out alone: its rounding, not the gradient, is what is left of a query that gives one key
+# nearly all its weight.
 def test_gradient_of_a_decided_query() -> None:
     a = attention_inputs(ATTENTION[6])
     a["qkv"][:, :, :5] *= 4
@@ -148,7 +153,8 @@ def test_gradient_of_a_decided_query() -> None:
     score = np.where(seen, q @ k.swapaxes(2, 3) / head_dim**0.5, -np.inf)
     p = np.exp(score - score.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
-    # ds[j] = p[j] * sum_i p[i] (dp[j] - dp[i]): of the differences, what other keys weigh; p's own error is that of its score.
+    # ds[j] = p[j] * sum_i p[i] (dp[j] - dp[i]): of the differences, what other keys weigh; p's own error is
+    # that of its score.
     largest = (np.abs(wide["dout"]).transpose(0, 2, 1, 3) @ np.abs(v).swapaxes(2, 3)).max()
     units = 2.0**-24 * (2 * head_dim + 4 + 4 * ((head_dim + 2) * size + 8))
     dscore = units * largest * p * (1 - p + 2.0**-24 * head_dim) / head_dim**0.5

@@ -98,7 +98,8 @@ def test_same_bits_again_and_on_one_thread() -> None:
     assert_repeats(run, inputs(67, 61, 128))
 
 
-# exp of an unshifted logit overflows at 89 in float32: the loss of a confident model would be infinite or NaN.
+# exp of an unshifted logit overflows at 89 in float32: the loss of a confident model would be infinite or
+# NaN.
 def test_huge_logits() -> None:
     logits = np.array([[1e4, -1e4, 0, 0], [-1e30, 1e30, 0, 0], [88.9, 88.9, 88.9, 0]])
     targets = np.array([1, 1, 0], np.int32)

@@ -1,4 +1,6 @@
-"""Attention on the GPU, by Hopper's and by every GPU's tensor cores and in plain fp32 arithmetic, against the CPU's."""
+"""Attention on the GPU, by Hopper's and by every GPU's tensor cores and in plain fp32 arithmetic, against the
+CPU's.
+"""
 
 from functools import partial
 
@@ -14,8 +16,8 @@ from tests.cuda import STORAGES, Cpu, Gpu, Side, assert_calibrated_op, gpu, trun
 
 pytestmark = pytest.mark.gpu
 
-# Every head width that has a tensor-core kernel, tiles that end inside a row or a document, many tiles a row, and more tiles than
-# multiprocessors.
+# Every head width that has a tensor-core kernel, tiles that end inside a row or a document, many tiles a row,
+# and more tiles than multiprocessors.
 TILED = (
     Attention(2, 130, 4, 2, 32, 0.02),
     Attention(1, 257, 2, 2, 64, 0.0),
@@ -44,7 +46,9 @@ KERNELS = {
 def kernel(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[np.dtype[np.generic], str]:
-    """The storage and the precision, of a GPU set to them and to one of the kernels; fp32 gets the scalar one all the same."""
+    """The storage and the precision, of a GPU set to them and to one of the kernels; fp32 gets the scalar one
+    all the same.
+    """
     storage, precision, attention, deterministic = request.param
     monkeypatch.setattr(gpu(), "deterministic", deterministic, raising=False)
     monkeypatch.setattr(gpu(), "precision", precision, raising=False)
@@ -55,7 +59,8 @@ def kernel(
 def attention(side: Side, a: Arrays, tf32: bool = False, bias: bool = True) -> Arrays:
     """Forward and backward; where tensor cores multiply tf32, the baseline's factors are rounded to that.
 
-    Also the bias's gradient, on top of ones: the CPU's after its dqkv is rounded, as the GPU may sum what it has stored.
+    Also the bias's gradient, on top of ones: the CPU's after its dqkv is rounded, as the GPU may sum what it
+    has stored.
     """
     batch, length, heads, _ = a["dout"].shape
     if tf32 and isinstance(side, Cpu) and side.precision is np.float32:
@@ -80,13 +85,15 @@ def attention(side: Side, a: Arrays, tf32: bool = False, bias: bool = True) -> A
     return {"out": out, "lse": lse, "dqkv": dqkv, "dbias": dbias}
 
 
-# A tile or a head too many or too few, a key of another document, a fragment in the wrong lane, a tile's sums never written.
+# A tile or a head too many or too few, a key of another document, a fragment in the wrong lane, a tile's sums
+# never written.
 @pytest.mark.parametrize("case", [*ATTENTION, *TILED])
 def test_attention(case: Attention, kernel: tuple[np.dtype[np.generic], str]) -> None:
     storage, precision = kernel
     run = partial(attention, tf32=precision == "tf32" and case.head_dim % 32 == 0)
     arrays, repeats = attention_inputs(case), gpu().deterministic
-    # A query's ds cancel, as do dk's sums and a dq that sees one key: what is left of each row is the rounding of such a term.
+    # A query's ds cancel, as do dk's sums and a dq that sees one key: what is left of each row is the
+    # rounding of such a term.
     term = np.abs(arrays["dout"]).max() * np.abs(arrays["qkv"]).max() ** 2
     scale = {"dbias": float(np.sqrt(case.batch * case.length) * term)}
     assert_calibrated_op(run, arrays, storage, sums=("dbias",), single=("lse",), scale=scale, repeats=repeats)
@@ -122,7 +129,8 @@ def decode(side: Side, a: Arrays) -> Arrays:
     return {"out": out, "keys": keys, "values": values}
 
 
-# A cached row that is not read or read twice, new keys in the wrong row, a part of the keys that no block takes.
+# A cached row that is not read or read twice, new keys in the wrong row, a part of the keys that no block
+# takes.
 @pytest.mark.parametrize("storage", STORAGES, ids=("fp32", "bf16"))
 @pytest.mark.parametrize("new", [1, 3, 70])
 @pytest.mark.parametrize("case", [*ATTENTION, *TILED])
@@ -135,7 +143,8 @@ def test_decode(case: Attention, new: int, storage: np.dtype[np.generic]) -> Non
     assert_calibrated_op(decode, arrays, storage, exact=("keys", "values"))
 
 
-# Weights of tokens that are far apart, where a running maximum that is not carried along overflows or loses what came before.
+# Weights of tokens that are far apart, where a running maximum that is not carried along overflows or loses
+# what came before.
 def test_large_scores(kernel: tuple[np.dtype[np.generic], str]) -> None:
     storage, _ = kernel
     rng = np.random.default_rng(0)

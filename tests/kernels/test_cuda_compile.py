@@ -1,7 +1,7 @@
 """Every instance of every CUDA kernel compiles, without a GPU, and within the registers on record.
 
-registers.json beside this file holds each instance's registers a thread, by architecture, and the compiler's version. To record
-what the sources now need: PYTHONPATH=. python tests/kernels/test_cuda_compile.py
+registers.json beside this file holds each instance's registers a thread, by architecture, and the compiler's
+version. To record what the sources now need: PYTHONPATH=. python tests/kernels/test_cuda_compile.py
 """
 
 import json
@@ -88,7 +88,8 @@ FOLDER = Path(__file__).parents[2] / "kernels" / "cuda"
 SOURCES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.cu"))
 
 
-# A register that did not fit goes to memory at every use; a warning is a race or a conversion that nobody meant.
+# A register that did not fit goes to memory at every use; a warning is a race or a conversion that nobody
+# meant.
 @pytest.mark.parametrize("source", SOURCES)
 def test_compiles_without_spills_or_warnings(source: str) -> None:
     version()

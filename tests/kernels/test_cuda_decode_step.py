@@ -46,8 +46,9 @@ def model(
     )
 
 
-# Fewer tiles than there are blocks and more, inputs and items that end within a step, weights in four regions, in two and in one
-# (of a GPU with 227 KiB), rows of more elements than a block takes at once, keys for one share and for all, shared keys.
+# Fewer tiles than there are blocks and more, inputs and items that end within a step, weights in four
+# regions, in two and in one (of a GPU with 227 KiB), rows of more elements than a block takes at once, keys
+# for one share and for all, shared keys.
 MODELS = {
     "gpt2": model(3, 4, 4, 256, 512, 300, **GPT2),
     "euler": model(3, 8, 2, 512, 344, 300),
@@ -84,7 +85,9 @@ def arrays_of(c: ModelConfig, batch: int, count: int, held: int) -> Arrays:
 
 
 def runner(c: ModelConfig) -> Any:
-    """What assert_calibrated_op takes: logits, the last norm's rows, and the cache's new rows beside its old."""
+    """What assert_calibrated_op takes: logits, the last norm's rows, and the cache's new rows beside its
+    old.
+    """
 
     def run(side: Side, a: Arrays) -> Arrays:
         names, (batch, count), held = parameter_table(c), a["tokens"].shape, int(a["held"])
@@ -138,8 +141,9 @@ def runner(c: ModelConfig) -> Any:
 
 
 def in_turn(
-    side: Cpu, c: ModelConfig, outs: tuple[Array, Array], tokens: Array, start: Array, length: Array, cache: tuple[Array, Array],
-    weights: dict[str, Array], parameters: dict[str, Array], head: Array, table: Array | None,
+    side: Cpu, c: ModelConfig, outs: tuple[Array, Array], tokens: Array, start: Array, length: Array,
+    cache: tuple[Array, Array], weights: dict[str, Array], parameters: dict[str, Array], head: Array,
+    table: Array | None,
 ) -> None:  # fmt: skip
     """The pass by the CPU's operations, rounded where the kernel rounds."""
     (batch, count), (logits, norm), rows = tokens.shape, outs, tokens.size
@@ -182,8 +186,9 @@ def in_turn(
     side(matmul_forward, logits, norm, head)
 
 
-# Any of the phases: a share of inputs or keys left out, another layer's weight, a pair turned by another angle, a row written by
-# no block or read before it was; and, as every case runs twice, a race that happens to be lost.
+# Any of the phases: a share of inputs or keys left out, another layer's weight, a pair turned by another
+# angle, a row written by no block or read before it was; and, as every case runs twice, a race that happens
+# to be lost.
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [(1, 1), (2, 1), (1, 3), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -193,7 +198,8 @@ def test_against_the_operations_in_turn(name: str, rows: tuple[int, int]) -> Non
         assert_calibrated_op(runner(c), arrays_of(c, *rows, held), BF16, exact=("old",))
 
 
-# A sum whose order depends on the other rows: a verified draft would differ from the token drawn without drafts.
+# A sum whose order depends on the other rows: a verified draft would differ from the token drawn without
+# drafts.
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt2 wide", "euler uneven"])
 def test_bits_of_a_row_do_not_depend_on_the_others(name: str) -> None:
@@ -209,7 +215,8 @@ def test_bits_of_a_row_do_not_depend_on_the_others(name: str) -> None:
         assert_same_bits({key: alone[key] for key in rows}, rows)
 
 
-# A new key that the row before it sees, or another order of sums with more rows: drafts would be verified by other bits.
+# A new key that the row before it sees, or another order of sums with more rows: drafts would be verified by
+# other bits.
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt2 wide", "euler wide"])
 def test_bits_of_new_tokens_are_those_of_one_after_the_other(name: str) -> None:
@@ -247,7 +254,8 @@ def nats_of_decoded(engine: Engine, tokens: Array) -> Array:
     return (np.log(np.exp(taken).sum(1)) - taken[np.arange(len(taken)), np.roll(tokens[0], -1)])[:-1]
 
 
-# A graph that replays another token's length, or a tag that a replay finds in another state: text that drifts.
+# A graph that replays another token's length, or a tag that a replay finds in another state: text that
+# drifts.
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt2", "euler", "gpt2 uneven"])
 def test_replayed_tokens_are_those_of_a_forward_pass(name: str) -> None:
@@ -279,7 +287,8 @@ def test_rows_that_are_taken(dtype: np.dtype[Any], width: int, kib: int, rows: i
     assert fused_rows(device, dtype, model(2, 4, 4, 256, width, 64)) == rows
 
 
-# The oracle itself, where there is no GPU: the operations in turn are the engine's forward pass behind its cache.
+# The oracle itself, where there is no GPU: the operations in turn are the engine's forward pass behind its
+# cache.
 @pytest.mark.parametrize("name", ["gpt2 uneven", "euler uneven", "mixed"])
 def test_oracle_is_the_model(name: str) -> None:
     c = MODELS[name]

@@ -19,7 +19,8 @@ from tests.gradient_check import MODELS, make_problem
 
 pytestmark = pytest.mark.gpu
 
-# Sizes that tensor cores take, with documents and heads that are shared; and the odd ones of the gradient check.
+# Sizes that tensor cores take, with documents and heads that are shared; and the odd ones of the gradient
+# check.
 SIZES: dict[str, Any] = {"vocab_size": 300, "layers": 3, "dim": 128, "ffn": 256, "context": 150}
 LARGE = {
     "euler": ModelConfig(**SIZES, heads=4, kv_heads=2, mtp_heads=3),
@@ -45,7 +46,9 @@ def _gpu() -> None:
 def engine_on_gpu(
     config: ModelConfig, weights: Arrays | None = None, optimizer: str = "adamw", **numerics: Any
 ) -> Engine:
-    """An engine on the GPU with these weights, or the initial ones; the test is skipped where it has no FP8 and should."""
+    """An engine on the GPU with these weights, or the initial ones; the test is skipped where it has no FP8
+    and should.
+    """
     if numerics.get("precision") == "fp8" and int(gpu().arch[3:]) < 89:
         pytest.skip(f"{gpu().arch} has no FP8 products")
     engine = Engine(
@@ -76,8 +79,8 @@ def gradients(engine: Engine, batch: Batch, scale: Array) -> Arrays:
     return engine.gradients()
 
 
-# Any kernel that computes something else than its CPU twin, and any array handed to the wrong one. A GPT-2 key bias has no
-# gradient by nature: the query's and value's rows of that tensor are what is compared.
+# Any kernel that computes something else than its CPU twin, and any array handed to the wrong one. A GPT-2
+# key bias has no gradient by nature: the query's and value's rows of that tensor are what is compared.
 @pytest.mark.parametrize(("size", "name"), CASES)
 @pytest.mark.parametrize(
     "numerics", [{}, {"recompute": "mlp"}, {"attention": "scalar"}, {"matmul": "custom"}]
@@ -97,7 +100,9 @@ def test_fp32_gradients(size: str, name: str, numerics: dict[str, Any]) -> None:
 
 
 class RoundingOps:
-    """A CPU engine's operations, each of whose results that a bf16 engine stores in 16 bits is rounded to them."""
+    """A CPU engine's operations, each of whose results that a bf16 engine stores in 16 bits is rounded to
+    them.
+    """
 
     def __init__(self, engine: Engine, config: ModelConfig) -> None:
         self.ops, arena = engine.ops, engine._arena
@@ -125,7 +130,9 @@ class RoundingOps:
 def bf16_baseline(
     config: ModelConfig, weights: Arrays, batch: Batch, scale: Array, ops: Any = RoundingOps
 ) -> Arrays:
-    """Gradients as the CPU computes them in fp32 where everything is rounded that a bf16 engine, or another, rounds."""
+    """Gradients as the CPU computes them in fp32 where everything is rounded that a bf16 engine, or another,
+    rounds.
+    """
     engine = Engine(config, Numerics(), micro_batch=3, device="cpu")
     engine.load(weights)
     engine._model.tensors.compute_weights = {name: rounded(weight, BF16) for name, weight in weights.items()}
@@ -133,7 +140,8 @@ def bf16_baseline(
     return gradients(engine, batch, scale)
 
 
-# bf16, by the calibrated rule: an error of at most thrice what rounding the same arrays costs the CPU, tensor by tensor.
+# bf16, by the calibrated rule: an error of at most thrice what rounding the same arrays costs the CPU, tensor
+# by tensor.
 @pytest.mark.parametrize(("size", "name"), CASES)
 @pytest.mark.parametrize("numerics", [{}, {"attention": "scalar"}, {"matmul": "custom"}])
 def test_bf16_gradients(size: str, name: str, numerics: dict[str, Any]) -> None:
@@ -210,9 +218,10 @@ def cast(array: Array) -> Array:
     return (from_fp8(out) * scale).astype(np.float32)
 
 
-# fp8: as far from float64 as a CPU that makes the same casts, up to a factor of two either way; nearer would be bf16's products.
-# (Casts of what differs in its last bits differ, so the two are not near each other.) Also with the scales that an update before
-# asked for, of other sizes: a batch of fewer rows. An evaluation's loss is bf16's own.
+# fp8: as far from float64 as a CPU that makes the same casts, up to a factor of two either way; nearer would
+# be bf16's products. (Casts of what differs in its last bits differ, so the two are not near each other.)
+# Also with the scales that an update before asked for, of other sizes: a batch of fewer rows. An evaluation's
+# loss is bf16's own.
 @pytest.mark.parametrize("updated", [False, True])
 @pytest.mark.parametrize("name", LARGE)
 def test_fp8_gradients(name: str, updated: bool) -> None:
@@ -233,9 +242,9 @@ def test_fp8_gradients(name: str, updated: bool) -> None:
     assert np.array_equal(engine.evaluate(batch).nll, plain.evaluate(batch).nll)
 
 
-# A captured step that keeps an old learning rate, batch or loss weight; accumulation over micro-batches; a resumed run. With
-# Muon: a norm that the host waits for, which no graph holds, and a momentum that is not saved; with fp8 as well, weights that are
-# cast before both optimizers are done.
+# A captured step that keeps an old learning rate, batch or loss weight; accumulation over micro-batches; a
+# resumed run. With Muon: a norm that the host waits for, which no graph holds, and a momentum that is not
+# saved; with fp8 as well, weights that are cast before both optimizers are done.
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [
@@ -268,8 +277,8 @@ def test_training_goes_on_bit_for_bit(name: str, precision: str, optimizer: str)
     assert_same_bits(resumed.state(), whole.state())
 
 
-# The update on the GPU: weights after three steps, and a loss sum that is not the step's own. A momentum of 0.9 in place of
-# Muon's 0.95 changes the losses by 2e-5.
+# The update on the GPU: weights after three steps, and a loss sum that is not the step's own. A momentum of
+# 0.9 in place of Muon's 0.95 changes the losses by 2e-5.
 @pytest.mark.parametrize(("name", "optimizer"), [("euler", "adamw"), ("gpt2", "adamw"), ("euler", "muon")])
 def test_updates_are_the_cpus(name: str, optimizer: str) -> None:
     config, batch = LARGE[name], batch_of(LARGE[name], seed=3)
@@ -326,9 +335,10 @@ def test_inference_engine() -> None:
     assert np.array_equal(lean.evaluate(batch).nll, full.evaluate(batch).nll)
 
 
-# A slot that the host fills while a pass reads it, a token read before it was written, a graph with the other slot's arrays:
-# tokens launched before the last is known are those of one after the other, up to the end of the context, two answers at once,
-# rows that one kernel takes (1, 3) and rows that it does not. Stopped early, the engine goes on as if it had not been ahead.
+# A slot that the host fills while a pass reads it, a token read before it was written, a graph with the other
+# slot's arrays: tokens launched before the last is known are those of one after the other, up to the end of
+# the context, two answers at once, rows that one kernel takes (1, 3) and rows that it does not. Stopped
+# early, the engine goes on as if it had not been ahead.
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("batch", [1, 3, 6])
 @pytest.mark.parametrize("name", LARGE)

@@ -1,4 +1,6 @@
-"""Casts to 8 bits and the products of them on the GPU: casts bit for bit, products against float64 of the casts' numbers."""
+"""Casts to 8 bits and the products of them on the GPU: casts bit for bit, products against float64 of the
+casts' numbers.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,8 @@ from kernels.cuda.matmul.matmul_fp8 import (
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import E4M3
 
-# A Hopper tensor core adds so many products and the sum so far at once, cut off so many bits below the largest of them; without
-# fast sums so many products are added to a sum in fp32.
+# A Hopper tensor core adds so many products and the sum so far at once, cut off so many bits below the
+# largest of them; without fast sums so many products are added to a sum in fp32.
 CORE_TERMS, CORE_BITS, FP32_TERMS = 32, 13, 128
 
 
@@ -54,8 +56,8 @@ def matrix(rows: int, columns: int) -> Array:
     return rounded(values, BF16)
 
 
-# A row or a column of another tile, an edge not reached or passed, the wrong half of a word, another rounding, a maximum that
-# misses an element or keeps the one before.
+# A row or a column of another tile, an edge not reached or passed, the wrong half of a word, another
+# rounding, a maximum that misses an element or keeps the one before.
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rows", "columns", "more"),
@@ -103,7 +105,8 @@ def test_what_is_not_finite(wrong: float) -> None:
     assert not np.isfinite(device.download(amax).view(np.float32))
 
 
-# Scales of another product or factor, a magnitude that stays; and one that goes though the update is not applied.
+# Scales of another product or factor, a magnitude that stays; and one that goes though the update is not
+# applied.
 @pytest.mark.gpu
 def test_rescale() -> None:
     device, rng = gpu(), np.random.default_rng(0)
@@ -204,8 +207,9 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Device:
     return found
 
 
-# A scale of the other factor or upside down, a factor that is not transposed, padding that is summed, rows left out, an
-# accumulation that overwrites. The error allowed is thrice that of sums as the hardware makes them.
+# A scale of the other factor or upside down, a factor that is not transposed, padding that is summed, rows
+# left out, an accumulation that overwrites. The error allowed is thrice that of sums as the hardware makes
+# them.
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape", [(16, 16, 16), (7, 48, 32), (130, 64, 208), (257, 272, 128), (160, 80, 512)]
@@ -233,8 +237,8 @@ def test_products(device: Device, shape: tuple[int, int, int]) -> None:
         assert_within(name, got[name], expected, 3 * max(float(np.abs(baseline - expected).max()), floor))
 
 
-# A GELU of another array, not rounded or in place of its derivative, sums of a tile that is not whole: with known scales it is
-# the operations one by one. Only sums of rows have another order.
+# A GELU of another array, not rounded or in place of its derivative, sums of a tile that is not whole: with
+# known scales it is the operations one by one. Only sums of rows have another order.
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "hidden", "width"), [(130, 192, 64), (7, 16, 32), (300, 272, 48)])
 def test_mlp_is_its_parts(device: Device, rows: int, hidden: int, width: int) -> None:
@@ -296,7 +300,8 @@ def test_mlp_is_its_parts(device: Device, rows: int, hidden: int, width: int) ->
     assert_same_bits(got, expected)
 
 
-# A GPU that has no FP8 products, or a model whose widths they do not take: the library's error in the middle of a run.
+# A GPU that has no FP8 products, or a model whose widths they do not take: the library's error in the middle
+# of a run.
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(device: Any) -> None:
         device.arch, device.model, device.sm_count = arch, "Some GPU", 132

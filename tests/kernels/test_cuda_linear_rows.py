@@ -50,7 +50,8 @@ def test_against_the_product(rows: int, bias: bool, storage: np.dtype[Any]) -> N
         assert_calibrated_op(run, arrays_of(shape, rows, bias), storage)
 
 
-# A sum whose order depends on the other rows: a verified draft would differ from the token drawn without drafts.
+# A sum whose order depends on the other rows: a verified draft would differ from the token drawn without
+# drafts.
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", STORAGES, ids=("fp32", "bf16"))
 def test_bits_of_a_row_do_not_depend_on_the_others(storage: np.dtype[Any]) -> None:

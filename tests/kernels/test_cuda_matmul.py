@@ -27,8 +27,8 @@ from kernels.cuda.runtime.launch import BF16, FLOAT  # noqa: E402
 
 # (rows, outputs, inputs). The last three copy 16 bytes at once, the last goes through two bands of tiles.
 SHAPES = (
-    *MATMUL, (7, 17, 1), (1, 130, 33), (17, 7, 257), (33, 257, 7), (130, 33, 130), (257, 130, 17), (130, 257, 33),
-    (136, 264, 40), (256, 128, 64), (2200, 136, 72),
+    *MATMUL, (7, 17, 1), (1, 130, 33), (17, 7, 257), (33, 257, 7), (130, 33, 130), (257, 130, 17),
+    (130, 257, 33), (136, 264, 40), (256, 128, 64), (2200, 136, 72),
 )  # fmt: skip
 # Terms that a tensor core adds at once, at least, before it rounds.
 CORE_TERMS = 8
@@ -59,7 +59,9 @@ def device(
 
 
 def inputs(shape: tuple[int, int, int], precision: str) -> Arrays:
-    """Random fp32 arrays, those that bf16 holds exactly where that is the precision; dweight_before is fp32 always."""
+    """Random fp32 arrays, those that bf16 holds exactly where that is the precision; dweight_before is fp32
+    always.
+    """
     rows, outputs, width = shape
     rng = np.random.default_rng([rows, outputs, width])
     sizes: dict[str, tuple[int, ...]] = {
@@ -75,7 +77,9 @@ def inputs(shape: tuple[int, int, int], precision: str) -> Arrays:
 
 
 class Case:
-    """The arrays on the GPU; every output that is overwritten holds NaN at first. `shift` elements into their memory."""
+    """The arrays on the GPU; every output that is overwritten holds NaN at first. `shift` elements into their
+    memory.
+    """
 
     def __init__(self, device: Device, a: Arrays, precision: str, shift: int = 0) -> None:
         self.device, self.storage = device, BF16 if precision == "bf16" else FLOAT
@@ -118,7 +122,9 @@ def run(device: Device, a: Arrays, precision: str, shift: int = 0) -> Arrays:
 
 
 def summed(a: Array, b: Array, terms: int) -> Array:
-    """a @ b in fp32, over k in order, `terms` at a time: one to nearest, several towards zero, as tensor cores do."""
+    """a @ b in fp32, over k in order, `terms` at a time: one to nearest, several towards zero, as tensor
+    cores do.
+    """
     total = np.zeros((a.shape[0], b.shape[1]), np.float32)
     for k in range(0, a.shape[1], terms):
         exact = total + a[:, k : k + terms].astype(np.float64) @ b[k : k + terms].astype(np.float64)
@@ -164,7 +170,8 @@ def assert_products(got: Arrays, a: Arrays, precision: str) -> None:
         assert_within(name, got[name], expected, factor * max(error, floor))
 
 
-# A wrong fragment, tail, transposition or swizzle; an element left out, or added twice while candidates are timed.
+# A wrong fragment, tail, transposition or swizzle; an element left out, or added twice while candidates are
+# timed.
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -201,10 +208,11 @@ def test_in_a_graph(device: Device, precision: str) -> None:
 
 
 def matmul_gelu(side: Side, a: Arrays, fused: bool, library: bool) -> Arrays:
-    """Both directions. Where the GPU does not fuse them, it rounds before the bias, up and dact, and so does the baseline.
+    """Both directions. Where the GPU does not fuse them, it rounds before the bias, up and dact, and so does
+    the baseline.
 
-    The library's GELU is an approximation whose errors have a sign, so that they add up in dbias, which is left out then: it is
-    held against the sums of dup itself.
+    The library's GELU is an approximation whose errors have a sign, so that they add up in dbias, which is
+    left out then: it is held against the sums of dup itself.
     """
     inp, weight, bias, dout, down = (
         side.stored(a[name]) for name in ("inp", "weight", "bias", "dout", "down")
@@ -224,9 +232,10 @@ def matmul_gelu(side: Side, a: Arrays, fused: bool, library: bool) -> Arrays:
     return {"act": act, "up": up, "dup": dup, "dweight": dweight} | ({} if library else {"dbias": dbias})
 
 
-# GELU in another form, of the wrong array or in the wrong direction; a fallback that differs from it. On Hopper, of shapes whose
-# widths 64 divides: a tile that is stored beyond the end, a warpgroup out of turn (more tiles than the GPU has processors; fewer
-# steps than stages, as many, and more), columns summed into others.
+# GELU in another form, of the wrong array or in the wrong direction; a fallback that differs from it. On
+# Hopper, of shapes whose widths 64 divides: a tile that is stored beyond the end, a warpgroup out of turn
+# (more tiles than the GPU has processors; fewer steps than stages, as many, and more), columns summed into
+# others.
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["custom", "cublaslt"])
 @pytest.mark.parametrize("storage", STORAGES, ids=("fp32", "bf16"))

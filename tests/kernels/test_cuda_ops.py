@@ -1,6 +1,8 @@
-"""CUDA operations without a test file of their own, against the CPU's: norms, biases, activations, rope and embedding.
+"""CUDA operations without a test file of their own, against the CPU's: norms, biases, activations, rope and
+embedding.
 
-Each would catch an index beyond a row's or a block's end, a sum that leaves out a part, a rounding too many, and a race.
+Each would catch an index beyond a row's or a block's end, a sum that leaves out a part, a rounding too many,
+and a race.
 """
 
 import numpy as np
@@ -28,7 +30,8 @@ from tests.compare import Array, Arrays, documents, normal, unwritten
 from tests.cuda import STORAGES, Run, Side, assert_calibrated_op
 
 EPS = 1e-5
-# Beside the CPU's: a warp's or a thread's vectors more or less 1, rows that a block owns, and more rows than blocks at a time.
+# Beside the CPU's: a warp's or a thread's vectors more or less 1, rows that a block owns, and more rows than
+# blocks at a time.
 WIDE = ((1, 1), (7, 255), (8, 256), (9, 264), (31, 1031), (33, 776), (5, 1600), (3, 4096), (4409, 768))
 LISTS = (
     Embedding(1, 1023, 8, 255, 0.01),
@@ -42,7 +45,9 @@ storages = pytest.mark.parametrize("storage", STORAGES, ids=("fp32", "bf16"))
 
 
 def row_inputs(rows: int, width: int) -> Arrays:
-    """Random arrays of the operations over rows; what is accumulated begins with dweight, dbias and dbranch_bias."""
+    """Random arrays of the operations over rows; what is accumulated begins with dweight, dbias and
+    dbranch_bias.
+    """
     rng = np.random.default_rng([rows, width])
     arrays = {name: normal(rng, rows, width) for name in ("inp", "dout", "residual", "dresidual")}
     vectors = ("weight", "bias", "dweight", "dbias", "branch_bias", "dbranch_bias")
@@ -93,8 +98,9 @@ def residual_rmsnorm(side: Side, a: Arrays) -> Arrays:
         rstd,
     )
     return {
-        "bare_total": bare_total, "bare": bare, "total": total, "out": out, "rstd": rstd, "dinp": dinp, "aliased": dresidual,
-        "dweight": sums[0], "dbranch_bias": sums[1], "last": last, "last_dbranch_bias": last_sums[1],
+        "bare_total": bare_total, "bare": bare, "total": total, "out": out, "rstd": rstd, "dinp": dinp,
+        "aliased": dresidual, "dweight": sums[0], "dbranch_bias": sums[1], "last": last,
+        "last_dbranch_bias": last_sums[1],
     }  # fmt: skip
 
 
@@ -132,9 +138,9 @@ def residual_layernorm(side: Side, a: Arrays) -> Arrays:
     side(residual_layernorm_backward, last, *last_sums, None, dout, total, weight, *saved)
     side(residual_layernorm_backward, dresidual, *again, None, dresidual, dout, total, weight, *saved)
     return {
-        "bare_total": bare_total, "bare": bare, "total": total, "out": out, "mean": saved[0], "rstd": saved[1], "dinp": dinp,
-        "aliased": dresidual, "dweight": sums[0], "dbias": sums[1], "dbranch_bias": sums[2], "last": last,
-        "last_dbranch_bias": last_sums[2],
+        "bare_total": bare_total, "bare": bare, "total": total, "out": out, "mean": saved[0],
+        "rstd": saved[1], "dinp": dinp, "aliased": dresidual, "dweight": sums[0], "dbias": sums[1],
+        "dbranch_bias": sums[2], "last": last, "last_dbranch_bias": last_sums[2],
     }  # fmt: skip
 
 
@@ -164,7 +170,8 @@ def swiglu(side: Side, a: Arrays) -> Arrays:
     return {"out": out, "dinp": dinp}
 
 
-# Beside the above: a branch's bias left out of the sum, or added where there is none; its gradient summed from rounded values.
+# Beside the above: a branch's bias left out of the sum, or added where there is none; its gradient summed
+# from rounded values.
 @storages
 @pytest.mark.parametrize("shape", (*ROWS, *WIDE))
 @pytest.mark.parametrize("run", [rmsnorm, residual_rmsnorm, layernorm, residual_layernorm])

@@ -1,7 +1,8 @@
 """Every launcher against the signatures of its kernels, without a GPU.
 
-The launchers run on a device that launches nothing. launch.py checks the names, types and contiguity of what they pass, and that
-the instance is one of those that are compiled. Afterwards each of those must have been launched.
+The launchers run on a device that launches nothing. launch.py checks the names, types and contiguity of what
+they pass, and that the instance is one of those that are compiled. Afterwards each of those must have been
+launched.
 """
 
 import re
@@ -122,8 +123,8 @@ class Sizes(NamedTuple):
     run: int
 
 
-# Rows that 16 bytes divide, of every length that a warp or a block takes in another way, and rows that they don't; head widths
-# from each side of the kernels' own.
+# Rows that 16 bytes divide, of every length that a warp or a block takes in another way, and rows that they
+# don't; head widths from each side of the kernels' own.
 SIZES = (
     Sizes(2, 5, 63, 3, 1, 10, 61, 61, 1),
     Sizes(2, 5, 256, 2, 1, 16, 509, 512, 64),
@@ -339,7 +340,8 @@ def launched_by(precision: str, attention: str, sizes: Sizes) -> frozenset[tuple
     return frozenset(device.launched)
 
 
-# An argument of another type, missing, or in a strided view: on the GPU it is wrong numbers or an illegal address.
+# An argument of another type, missing, or in a strided view: on the GPU it is wrong numbers or an illegal
+# address.
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -347,7 +349,8 @@ def test_launches_are_what_kernels_take(sizes: Sizes, precision: str, attention:
     assert launched_by(precision, attention, sizes)
 
 
-# Launches that grow with the layers: by the thousand, of a few microseconds each, they took longer than what they do.
+# Launches that grow with the layers: by the thousand, of a few microseconds each, they took longer than what
+# they do.
 @pytest.mark.parametrize("layers", [1, 5])
 def test_muons_launches_are_as_many_whatever_the_layers(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from kernels.cuda.matmul import cublaslt
@@ -403,7 +406,8 @@ def test_every_operation_is_called() -> None:
     assert called <= operations.keys() | of_gpu
 
 
-# An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it was meant to.
+# An instance that nothing launches is compiled and tested for nothing, or a launcher does not choose what it
+# was meant to.
 def test_every_instance_is_launched() -> None:
     launched = {one for p in PRECISIONS for a in ATTENTIONS for s in SIZES for one in launched_by(p, a, s)}
     launchers = {launcher(name).__module__ for name, _, _ in calls(BF16, SIZES[1])}
@@ -415,7 +419,8 @@ def test_every_instance_is_launched() -> None:
             assert not dead, f"{module.__name__}: never launched: {dead}"
 
 
-# A launcher that works with another number than the kernel: one that it computes from is misread, or not found.
+# A launcher that works with another number than the kernel: one that it computes from is misread, or not
+# found.
 def test_constants_of_a_source(tmp_path: Path) -> None:
     (tmp_path / "inner.cuh").write_text("#pragma once\nconstexpr int A = 3;\n")
     (tmp_path / "outer.cu").write_text(

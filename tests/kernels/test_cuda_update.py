@@ -59,8 +59,8 @@ def cross_entropy_inputs(rows: int, vocab_size: int, padded: int, spread: float)
     return {"logits": logits, "targets": targets, "weight": weight, "vocab_size": np.array(vocab_size)}
 
 
-# A tail that no thread reads, padding that takes part, a maximum that is rescaled by the wrong one, or a row that is written
-# before its target was read. Logits of 1e4: exp of an unshifted one overflows.
+# A tail that no thread reads, padding that takes part, a maximum that is rescaled by the wrong one, or a row
+# that is written before its target was read. Logits of 1e4: exp of an unshifted one overflows.
 @storages
 @pytest.mark.parametrize("spread", [3.0, 1e4])
 @pytest.mark.parametrize("shape", VOCABULARIES)
@@ -124,7 +124,8 @@ def test_grad_norm(size: int) -> None:
     assert_calibrated_op(norm_of, a, STORAGES[0], single=("norm",))
 
 
-# A NaN or an infinity that the sum loses, in a whole chunk and in the last, would let the update spoil every parameter.
+# A NaN or an infinity that the sum loses, in a whole chunk and in the last, would let the update spoil every
+# parameter.
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
 @pytest.mark.parametrize("place", [7777, 19_999])
 def test_what_is_not_finite_shows(value: float, place: int) -> None:
@@ -157,15 +158,15 @@ def updates(side: Side, a: Arrays, grad_clip: float, copies: bool = True) -> Arr
     for step in (1, 2, 3):
         grads, norm = side.single(a[f"grads{step}"]), side.same(np.array(1.5 * step))
         side(
-            adamw, params, exp_avg, exp_avg_sq, grads, compute_weights, flags, norm, lr, side.same(np.array(step, np.int64)),
-            **CONSTANTS, grad_clip=grad_clip,
+            adamw, params, exp_avg, exp_avg_sq, grads, compute_weights, flags, norm, lr,
+            side.same(np.array(step, np.int64)), **CONSTANTS, grad_clip=grad_clip,
         )  # fmt: skip
     result = {"params": params, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grads": grads}
     return result if compute_weights is None else {**result, "compute_weights": compute_weights}
 
 
-# Runs without vectors; more elements than the grid has threads; a bias correction in fp32, a decay or a clip of the wrong
-# element, a gradient that stays.
+# Runs without vectors; more elements than the grid has threads; a bias correction in fp32, a decay or a clip
+# of the wrong element, a gradient that stays.
 @storages
 @pytest.mark.parametrize("grad_clip", [0.0, 2.0])
 @pytest.mark.parametrize("shape", [(64, 9), (1, 7), (6, 11), (64, 40_000)])
@@ -177,7 +178,8 @@ def test_adamw(shape: tuple[int, int], grad_clip: float, storage: Any) -> None:
     )
 
 
-# Weights as products read them that are not the parameters' rounding; an update that depends on whether there are any.
+# Weights as products read them that are not the parameters' rounding; an update that depends on whether there
+# are any.
 @storages
 def test_adamw_copy(storage: Any) -> None:
     a, side = update_inputs(64, 9), Gpu(storage)
@@ -198,8 +200,8 @@ def test_adamw_leaves_muons_runs(storage: Any) -> None:
         np.testing.assert_array_equal(array[256:], before.get(name, np.zeros(512))[256:])
 
 
-# Layers, a layer's matrices, and of these wide and square, tall and odd ones; chunks of elements that are whole, partial and
-# several; layers that lie at multiples of 16 bytes, and that do not.
+# Layers, a layer's matrices, and of these wide and square, tall and odd ones; chunks of elements that are
+# whole, partial and several; layers that lie at multiples of 16 bytes, and that do not.
 MATRICES = ((2, 2, 64, 128), (3, 1, 128, 128), (1, 2, 344, 128), (2, 3, 17, 43))
 
 
@@ -210,7 +212,9 @@ def place(shape: Array) -> Matrices:
 
 
 def muon_inputs(shape: tuple[int, int, int, int]) -> Arrays:
-    """Flat arrays. Gradient and momentum have no singular values below a tenth: smaller ones' rounding grows without bound."""
+    """Flat arrays. Gradient and momentum have no singular values below a tenth: smaller ones' rounding grows
+    without bound.
+    """
     rng, k, matrices = np.random.default_rng(shape), min(shape[2:]), place(np.array(shape))
     arrays = {
         name: rng.standard_normal(4 + shape[0] * matrices.stride) for name in ("params", "exp_avg", "grads")
@@ -268,8 +272,9 @@ def _products(
     monkeypatch.setattr(cublaslt, "user_cache", lambda: tmp_path)
 
 
-# A momentum, norm or polynomial that misses elements or is another matrix's, the wrong one of a matrix and its transpose, a decay
-# or a rate of another element, one between layers that is written. The order of sums differs.
+# A momentum, norm or polynomial that misses elements or is another matrix's, the wrong one of a matrix and
+# its transpose, a decay or a rate of another element, one between layers that is written. The order of sums
+# differs.
 @storages
 @pytest.mark.usefixtures("_products")
 @pytest.mark.parametrize("shape", MATRICES)
@@ -302,7 +307,8 @@ def test_muon_changes_nothing_where_the_norm_is_not_finite(
     assert_same_bits(got, {**before, "compute_weights": np.full_like(got["compute_weights"], 7)})
 
 
-# One update by a gradient that overflowed spoils every parameter; one that clears it hides the tensor at fault.
+# One update by a gradient that overflowed spoils every parameter; one that clears it hides the tensor at
+# fault.
 @storages
 @pytest.mark.parametrize("norm", [np.nan, np.inf])
 def test_adamw_changes_nothing_where_the_norm_is_not_finite(norm: float, storage: Any) -> None:
@@ -334,7 +340,9 @@ def draw(logits: Array, uniform: Array, storage: Any, vocab_size: int, **setting
 
 
 def rows_of_logits(vocab_size: int, width: int, storage: Any) -> Array:
-    """As of a model; with many ties; all equal; with banned tokens and zeros of either sign. The padding is the likeliest."""
+    """As of a model; with many ties; all equal; with banned tokens and zeros of either sign. The padding is
+    the likeliest.
+    """
     rng = np.random.default_rng(vocab_size)
     logits = 3 * normal(rng, 4, width)
     logits[1] = np.round(logits[1])
@@ -346,7 +354,8 @@ def rows_of_logits(vocab_size: int, width: int, storage: Any) -> Array:
     return rounded(logits, storage)
 
 
-# A rank that ignores the id among equals, a prefix off by one, padding that is drawn, a cut that forgets the one before it.
+# A rank that ignores the id among equals, a prefix off by one, padding that is drawn, a cut that forgets the
+# one before it.
 @storages
 @pytest.mark.parametrize(
     ("vocab_size", "width"),

@@ -2,8 +2,8 @@
 
     NUMBA_DISABLE_JIT=1 python -m tests.kernels.test_debugger out.npz
 
-writes what the test compares, in half a second. The compiled side compiles every loop in two precisions where none is in the
-cache yet, a minute or more, whatever the model's size; the tests after it find them there.
+writes what the test compares, in half a second. The compiled side compiles every loop in two precisions where
+none is in the cache yet, a minute or more, whatever the model's size; the tests after it find them there.
 """
 
 import dataclasses
@@ -82,7 +82,9 @@ def test_interpreted_step_is_the_compiled_one(tmp_path: Path) -> None:
 
 
 def with_floor(baseline: Arrays, oracle: Arrays, unit: float) -> Arrays:
-    """The baseline, its error at least four roundings of the tensor's largest element: it may be exact by chance."""
+    """The baseline, its error at least four roundings of the tensor's largest element: it may be exact by
+    chance.
+    """
     floor = {key: 4 * unit * max(np.abs(oracle[key]).max(), 2.0**-20) for key in oracle}
     return {
         key: oracle[key] + np.maximum(np.abs(baseline[key].astype(np.float64) - oracle[key]), floor[key])

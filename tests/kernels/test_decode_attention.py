@@ -48,7 +48,8 @@ def whole(a: Arrays) -> Arrays:
     return {"out": out[:, length:]}
 
 
-# A new token that misses itself, sees a later one, or another head's keys: text that drifts away from the model's.
+# A new token that misses itself, sees a later one, or another head's keys: text that drifts away from the
+# model's.
 @pytest.mark.parametrize("case", ATTENTION)
 def test_is_attention_over_the_whole_row(case: Attention) -> None:
     a = inputs(case)

@@ -1,6 +1,7 @@
 """Decoding over a cache is the forward pass of training, whatever the pieces in which the tokens come.
 
-Tokens drawn in a row are those drawn one by one, also where the device is asked for the next before the last is read.
+Tokens drawn in a row are those drawn one by one, also where the device is asked for the next before the last
+is read.
 """
 
 from collections.abc import Callable, Generator, Hashable
@@ -59,7 +60,8 @@ def uncached(engine: Engine, tokens: Array) -> Array:
     return -nll.T[:, None].astype(np.float64)
 
 
-# Another position, mask or rotation than in training: text that drifts. decode rounds float64's logits to float32 once.
+# Another position, mask or rotation than in training: text that drifts. decode rounds float64's logits to
+# float32 once.
 @NAMES
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=list(PIECES))
 def test_cached_is_uncached(name: str, pieces: list[int]) -> None:
@@ -121,7 +123,8 @@ def test_logits_are_the_vocabulary_in_float32() -> None:
 
 
 class Asynchronous:
-    """A CPU's operations as a GPU does them: in order, each once it is waited for, or, where not `late`, at once.
+    """A CPU's operations as a GPU does them: in order, each once it is waited for, or, where not `late`, at
+    once.
 
     Those of `replay` are with the arrays of the first time, as a graph has them.
     """
@@ -210,8 +213,8 @@ def one_by_one(tokens: Array, banned: Array, how: dict[str, Any]) -> Array:
     return np.array(drawn)
 
 
-# One slot for what two passes have of their own, a graph with the other slot's arrays, a token read before it is drawn or after
-# the next one is: all of it either where the GPU is as late or as early as it can be.
+# One slot for what two passes have of their own, a graph with the other slot's arrays, a token read before it
+# is drawn or after the next one is: all of it either where the GPU is as late or as early as it can be.
 @EVERY_KIND
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("count", [1, 2, CONTEXT])
@@ -230,8 +233,8 @@ def test_draws_in_a_row_are_those_one_by_one(kind: str, batch: int, count: int, 
     assert list(engine.decoder.draws(tokens, cache, [], BANNED, **how)) == []
 
 
-# The GPU waits for the host if the next pass is launched after a token was read; the CPU computes what nobody may ask for if it
-# is launched before.
+# The GPU waits for the host if the next pass is launched after a token was read; the CPU computes what nobody
+# may ask for if it is launched before.
 def test_a_gpu_is_kept_one_pass_ahead() -> None:
     for kind, ahead in (("cpu", 0), ("late", 1)):
         engine, asked = make_kind(kind), []
@@ -254,7 +257,8 @@ def stopped(draws: Generator[Array], count: int, how: str) -> None:
             draws.throw(KeyboardInterrupt)
 
 
-# A pass under way that nobody waits for, or one more token in the cache than the caller has: the next answer goes on from it.
+# A pass under way that nobody waits for, or one more token in the cache than the caller has: the next answer
+# goes on from it.
 @EVERY_KIND
 @pytest.mark.parametrize("how", ["closed", "dropped", "thrown into"])
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -285,7 +289,8 @@ def test_draws_that_fail(kind: str) -> None:
     )
 
 
-# Two answers at once, or anything else that the engine is asked for while draws go on: a slot that they share.
+# Two answers at once, or anything else that the engine is asked for while draws go on: a slot that they
+# share.
 @EVERY_KIND
 def test_draws_and_other_uses_in_turns(kind: str) -> None:
     engine, one, three = make_kind(kind), ids()[:, :2].copy(), ids(3)[:, :2].copy()
@@ -327,8 +332,8 @@ def test_cache_of_draws_is_its_own(kind: str) -> None:
     np.testing.assert_array_equal([*drawn, *draws], expected)
 
 
-# Texts that depend on the device's time: over the end of the context, with prompts of several lengths, stopped by a token, two
-# at once, and an engine that is still busy when its text is dropped.
+# Texts that depend on the device's time: over the end of the context, with prompts of several lengths,
+# stopped by a token, two at once, and an engine that is still busy when its text is dropped.
 @pytest.mark.parametrize("kind", ["late", "at once"])
 def test_generation_is_the_same_where_the_device_is_ahead(kind: str) -> None:
     (plain, engine), sampling = (

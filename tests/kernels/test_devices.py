@@ -92,7 +92,8 @@ def failing(*_: Any) -> None:
     raise RuntimeFailedError("CUDA driver version is insufficient for CUDA runtime version")
 
 
-# A traceback where a line would do: no driver or one too old, no GPU, one too old, memory that is gone, a kernel that failed.
+# A traceback where a line would do: no driver or one too old, no GPU, one too old, memory that is gone, a
+# kernel that failed.
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     device = cupy_with(monkeypatch, getDeviceCount=failing)
     with pytest.raises(

@@ -76,9 +76,10 @@ def test_logits_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_within(tensor, results[1][tensor], whole, 1e-12 * float(np.abs(whole).max()))
 
 
-# Every logit is near 0 at first: a wrong initial scale, or a loss in bits. A logit's variance is INIT_STD^2 INIT_DIM = s^2
-# whatever the width, which adds s^2 / 2 to ln V; the mean over n targets of a logit spreads by s / sqrt(n), five of which
-# are allowed. A tied head already knows the input token, which costs the others at most what its own logit takes.
+# Every logit is near 0 at first: a wrong initial scale, or a loss in bits. A logit's variance is INIT_STD^2
+# INIT_DIM = s^2 whatever the width, which adds s^2 / 2 to ln V; the mean over n targets of a logit spreads by
+# s / sqrt(n), five of which are allowed. A tied head already knows the input token, which costs the others at
+# most what its own logit takes.
 @NAMES
 def test_loss_at_the_start_is_that_of_guessing(name: str) -> None:
     engine, batch = make(name, micro_batch=32), make_batch(32)
@@ -93,8 +94,8 @@ def test_loss_at_the_start_is_that_of_guessing(name: str) -> None:
         assert -allowed <= mean - (np.log(VOCAB) + spread**2 / 2) <= allowed + tied, k
 
 
-# Anything wrong with the update's sign, size or data: the model could not learn a batch by heart. No token occurs twice, so
-# that a document's first one already tells all that follows.
+# Anything wrong with the update's sign, size or data: the model could not learn a batch by heart. No token
+# occurs twice, so that a document's first one already tells all that follows.
 @NAMES
 def test_learns_one_batch_by_heart(name: str) -> None:
     engine, ids = (
@@ -113,8 +114,8 @@ def test_learns_one_batch_by_heart(name: str) -> None:
     assert evaluation.correct[evaluation.weight > 0].all()
 
 
-# An accumulation that averages the micro-batches' means weighs a nearly masked micro-batch like a full one. As exact, against
-# float64, as one batch of twice the size.
+# An accumulation that averages the micro-batches' means weighs a nearly masked micro-batch like a full one.
+# As exact, against float64, as one batch of twice the size.
 @NAMES
 def test_two_micro_steps_are_one_of_twice_the_size(name: str) -> None:
     whole = make_batch(4, seed=1)
@@ -132,7 +133,8 @@ def test_two_micro_steps_are_one_of_twice_the_size(name: str) -> None:
         assert_within(key, exact[key], oracle[key], 1e-13 * (1e-3 + np.abs(oracle[key]).max()))
 
 
-# Validation in the middle of an update that changes the gradient or the loss that is reported: spikes in the curve.
+# Validation in the middle of an update that changes the gradient or the loss that is reported: spikes in the
+# curve.
 @NAMES
 def test_evaluation_does_not_disturb_training(name: str) -> None:
     batches, results = [make_batch(seed=seed) for seed in (1, 2)], []
@@ -153,7 +155,8 @@ def test_evaluation_does_not_disturb_training(name: str) -> None:
     assert_same_bits(results[1], results[0])
 
 
-# A resumed run that goes another way: moments or the count of updates, on which the bias correction hangs, left behind.
+# A resumed run that goes another way: moments or the count of updates, on which the bias correction hangs,
+# left behind.
 @NAMES
 def test_resume_is_exact(name: str) -> None:
     whole, first, second = make(name), make(name), make(name, seed=9)
@@ -175,7 +178,8 @@ def test_state_and_weights_are_copies() -> None:
     assert_same_bits({**state, **weights}, before)
 
 
-# Any order of summation that varies, also with the number of threads: a run could not be repeated, or not gone on with.
+# Any order of summation that varies, also with the number of threads: a run could not be repeated, or not
+# gone on with.
 @NAMES
 def test_same_seed_same_bits(name: str) -> None:
     first = train(make(name, seed=5), range(3))
@@ -184,8 +188,8 @@ def test_same_seed_same_bits(name: str) -> None:
     assert (train(make(name, seed=6), range(3))["parameters"] != first["parameters"]).any()
 
 
-# Packing that is more than a saving of space: attention, positions, or the targets of MTP heads that cross a border. The
-# documents also lie one in each row of batches of their own length.
+# Packing that is more than a saving of space: attention, positions, or the targets of MTP heads that cross a
+# border. The documents also lie one in each row of batches of their own length.
 @NAMES
 def test_packed_documents_are_separate_rows(name: str) -> None:
     rng, border = np.random.default_rng(7), 5
@@ -210,7 +214,8 @@ def test_packed_documents_are_separate_rows(name: str) -> None:
         assert_within(key, apart[key], together[key], 1e-13 * (1e-3 + np.abs(together[key]).max()))
 
 
-# Document ids are names, not an order: a later one may be smaller, and one that comes back is another document.
+# Document ids are names, not an order: a later one may be smaller, and one that comes back is another
+# document.
 def test_document_start() -> None:
     document = np.array([[5, 5, 2, 2, 2, 9], [0, 0, 0, 0, 0, 0], [1, 2, 1, 1, 0, 0]], np.int32)
     expected = [[0, 0, 2, 2, 2, 5], [0, 0, 0, 0, 0, 0], [0, 1, 2, 2, 4, 4]]
@@ -218,8 +223,8 @@ def test_document_start() -> None:
     assert document_start(document).dtype == np.int32
 
 
-# Head k that predicts one token too few or too many ahead, across a border, beyond the row, or with the weight of the token
-# it stands on instead of that of its target.
+# Head k that predicts one token too few or too many ahead, across a border, beyond the row, or with the
+# weight of the token it stands on instead of that of its target.
 def test_head_targets_by_hand() -> None:
     targets = np.array([[11, 12, 13, 14, 15, 16]], np.int32)
     document = np.array([[0, 0, 0, 1, 1, 1]], np.int32)
@@ -247,7 +252,8 @@ def test_update_reports_what_evaluate_measures(name: str) -> None:
     assert_within("sums", accumulated(engine, *batches)["nll_sums"], expected, 1e-12 * expected.max())
 
 
-# The norm that is reported and clipped by is that of the whole gradient; two updates must not see the same gradient, nor losses.
+# The norm that is reported and clipped by is that of the whole gradient; two updates must not see the same
+# gradient, nor losses.
 @NAMES
 def test_norm_and_clearing(name: str) -> None:
     engine, batch = make(name), make_batch()
@@ -262,8 +268,8 @@ def test_norm_and_clearing(name: str) -> None:
     assert_same_bits(*({"nll_sums": one.update(1e-3).nll_sums} for one in (engine, fresh)))
 
 
-# Padding rows that receive the softmax's share of the gradient, or that moments move: a token that does not exist would be
-# learnt, and a checkpoint's bits depend on it.
+# Padding rows that receive the softmax's share of the gradient, or that moments move: a token that does not
+# exist would be learnt, and a checkpoint's bits depend on it.
 @NAMES
 def test_padding_rows_stay_zero(name: str) -> None:
     engine = make(name)
@@ -288,7 +294,8 @@ def test_engine_without_training_computes_the_same(name: str) -> None:
     assert_same_bits({"logits": logits[1]}, {"logits": logits[0]})
 
 
-# An update whose gradient norm is not finite changes nothing: counted as a step, it would move AdamW's bias correction.
+# An update whose gradient norm is not finite changes nothing: counted as a step, it would move AdamW's bias
+# correction.
 @NAMES
 def test_nonfinite_update_is_no_step(name: str) -> None:
     engine, batch = make(name), make_batch()
@@ -300,7 +307,8 @@ def test_nonfinite_update_is_no_step(name: str) -> None:
     assert int(before["step"]) == 1
 
 
-# The norm of the gradient alone does not say where a NaN came from; the first in the forward pass is nearest to the cause.
+# The norm of the gradient alone does not say where a NaN came from; the first in the forward pass is nearest
+# to the cause.
 def test_first_nonfinite() -> None:
     engine, batch = make("gpt2"), make_batch()
     engine.micro_step(batch, scale_of(engine, batch))
@@ -373,7 +381,8 @@ def changed(**arrays: Array) -> Batch:
 ONES = np.ones((ROWS, CONTEXT), np.int32)
 
 
-# A batch of the wrong shape, precision or vocabulary would read or write beyond an array: compiled loops do not look.
+# A batch of the wrong shape, precision or vocabulary would read or write beyond an array: compiled loops do
+# not look.
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

@@ -22,7 +22,9 @@ def compiled(values: Array) -> Array:
 
 
 def interpreted(values: Array) -> Array:
-    """exp of each element, as a debugger steps through it; NumPy warns there of what compiled code does silently."""
+    """exp of each element, as a debugger steps through it; NumPy warns there of what compiled code does
+    silently.
+    """
     with np.errstate(all="ignore"):
         return np.array([exp(x) for x in values])
 
@@ -44,7 +46,8 @@ def test_both_sides_of_each_interval() -> None:
     assert np.abs(above / below - 1).max() < 1e-4
 
 
-# A shifted score is at most 0: exp(0) above 1 would make a probability above 1, and a mask's -inf must count for nothing.
+# A shifted score is at most 0: exp(0) above 1 would make a probability above 1, and a mask's -inf must count
+# for nothing.
 def test_special_values() -> None:
     x = np.array([0, -0.0, -np.inf, -1e30, -88, 89, 1e30, np.inf, np.nan], np.float32)
     for values in (compiled(x), interpreted(x)):
@@ -55,7 +58,8 @@ def test_special_values() -> None:
         assert np.isnan(values[8])
 
 
-# A debugger would show other numbers than the run: both differ by the products that compilation fuses with sums.
+# A debugger would show other numbers than the run: both differ by the products that compilation fuses with
+# sums.
 def test_interpreted_is_compiled() -> None:
     x = np.linspace(-80, 80, 501).astype(np.float32)
     assert np.abs(interpreted(x) / compiled(x).astype(np.float64) - 1).max() < 3e-7

@@ -26,7 +26,8 @@ def test_every_number_is_kept() -> None:
     assert np.array_equal(codes(values[finite]), every[finite])
 
 
-# Rounding away from or towards zero, ties to odd, by one bit too early; what lies beyond the largest becoming infinite or NaN.
+# Rounding away from or towards zero, ties to odd, by one bit too early; what lies beyond the largest becoming
+# infinite or NaN.
 def test_rounds_to_nearest() -> None:
     numbers = from_fp8(np.arange(127, dtype=np.uint8))  # in order
     middles = ((numbers[1:] + numbers[:-1]) / 2).astype(np.float32)
@@ -42,7 +43,8 @@ def test_rounds_to_nearest() -> None:
     assert np.isnan(from_fp8(wrong)).all()
 
 
-# A scale of another tensor's or of the signed maximum, a transposed copy with what was there before beyond the rows.
+# A scale of another tensor's or of the signed maximum, a transposed copy with what was there before beyond
+# the rows.
 def test_scale_and_transposed() -> None:
     inp = np.random.default_rng(0).standard_normal((5, 16), np.float32)
     inp[2, 3] = -7
@@ -61,8 +63,8 @@ def test_scale_and_transposed() -> None:
     assert np.abs(from_fp8(out)).max() == AMAX_TARGET / 2
 
 
-# A magnitude that a smaller one takes the place of, that outlives its update or makes another factor's scale; zeros' scale; an
-# update that is not applied and leaves scales behind.
+# A magnitude that a smaller one takes the place of, that outlives its update or makes another factor's scale;
+# zeros' scale; an update that is not applied and leaves scales behind.
 def test_scales_of_the_next_update() -> None:
     scales, most, out = (
         np.full((2, 3, 4), 5, np.float32),

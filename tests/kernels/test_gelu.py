@@ -48,8 +48,8 @@ def test_gradient(shape: tuple[int, int]) -> None:
     assert_gradients(run, inputs(*shape), {"out": "dout"}, ("inp",))
 
 
-# A constant in the wrong precision. The argument of the exponential, at most 2 u of the largest input, amplifies its own
-# rounding; it is capped where the sigmoid is flat anyway, near 20.
+# A constant in the wrong precision. The argument of the exponential, at most 2 u of the largest input,
+# amplifies its own rounding; it is capped where the sigmoid is flat anyway, near 20.
 @pytest.mark.parametrize("shape", ROWS)
 def test_float32(shape: tuple[int, int]) -> None:
     assert_float32(run, inputs(*shape), 20)

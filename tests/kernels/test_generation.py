@@ -50,7 +50,9 @@ def engine() -> Engine:
 
 
 def uncached(engine: Engine, window: list[int]) -> np.ndarray:
-    """(V,) log-probabilities of the token after a window, from the forward pass of training, which has no cache."""
+    """(V,) log-probabilities of the token after a window, from the forward pass of training, which has no
+    cache.
+    """
     shape = (VOCAB, len(window))
     targets = np.zeros(shape, np.int32)
     targets[:, -1] = np.arange(VOCAB)
@@ -58,8 +60,8 @@ def uncached(engine: Engine, window: list[int]) -> np.ndarray:
     return -engine.score(Batch(tokens, targets, np.zeros(shape, np.int32), np.ones(shape, np.float32)))[:, -1]
 
 
-# A cache that is off by a position, or holds unrotated keys, gives other tokens; so does a window that, once the context is
-# full, isn't its last half read from position 0.
+# A cache that is off by a position, or holds unrotated keys, gives other tokens; so does a window that, once
+# the context is full, isn't its last half read from position 0.
 def test_greedy_is_the_argmax_without_a_cache(both: Engine) -> None:
     window, expected = [5, 9, 5], []
     for _ in range(3 * CONTEXT):
@@ -95,7 +97,8 @@ def test_seed_repeats_and_another_differs(engine: Engine) -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
-# Temperature 0 that still drew, and top_k 0 that kept nothing or one token, are both old bugs of such programs.
+# Temperature 0 that still drew, and top_k 0 that kept nothing or one token, are both old bugs of such
+# programs.
 def test_meaning_of_zero_and_one(engine: Engine) -> None:
     def drawn(**settings: float) -> list[int]:
         return list(generate(engine, [1], Sampling(**settings), max_tokens=30))  # type: ignore[arg-type]
@@ -112,8 +115,8 @@ def test_rows_draw_for_themselves(engine: Engine) -> None:
     assert len({tuple(reply) for reply in replies}) == 20
 
 
-# Prompts of other lengths in the batch, groups, or rows that have ended must not change what a row gets. Greedy, since a
-# product of many rows sums in another order than that of a few.
+# Prompts of other lengths in the batch, groups, or rows that have ended must not change what a row gets.
+# Greedy, since a product of many rows sums in another order than that of a few.
 def test_batch_gives_each_prompt_its_own_continuation(engine: Engine) -> None:
     random = np.random.default_rng(2)
     prompts = [random.integers(0, VOCAB, length).tolist() for length in (4, 1, CONTEXT, 4, 7, CONTEXT + 5, 2)]
@@ -152,7 +155,8 @@ def test_suppressed_never_comes(engine: Engine) -> None:
     assert {token % 2 for reply in both for token in reply} == {1}
 
 
-# A token must come as soon as it is drawn, and nothing be computed for one that nobody asks for: an answer is streamed.
+# A token must come as soon as it is drawn, and nothing be computed for one that nobody asks for: an answer is
+# streamed.
 def test_tokens_come_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
     forward = engine._model.forward
@@ -181,7 +185,8 @@ def test_sampling_is_validated(name: str, value: float) -> None:
         Sampling(**{name: value})  # type: ignore[arg-type]
 
 
-# An id outside of the vocabulary reads beyond the embedding; the complaint must come at the call, not at the first token.
+# An id outside of the vocabulary reads beyond the embedding; the complaint must come at the call, not at the
+# first token.
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
     [

@@ -21,7 +21,8 @@ def test_is_the_euclidean_length(size: int) -> None:
     grads = normal(np.random.default_rng(size), size)
     exact = float(np.sqrt((grads**2).sum()))
     assert float(run({"grads": grads})["norm"]) == pytest.approx(exact, rel=1e-13)
-    # Sums of positive squares in float32, at most 4096 at a time; half of that relative error is left under the root.
+    # Sums of positive squares in float32, at most 4096 at a time; half of that relative error is left under
+    # the root.
     single = float(run({"grads": grads.astype(np.float32)})["norm"])
     assert single == pytest.approx(exact, rel=2.0**-24 * (min(size, 4096) + 1) / 2)
 

@@ -1,4 +1,6 @@
-"""The gradient check on every run of the tests: one seed and few elements; `make gradcheck` takes more of both."""
+"""The gradient check on every run of the tests: one seed and few elements; `make gradcheck` takes more of
+both.
+"""
 
 import numpy as np
 import pytest

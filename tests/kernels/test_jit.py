@@ -18,8 +18,8 @@ print(hashlib.sha256(logits.tobytes() + nll.tobytes()).hexdigest())
 """
 
 
-# A run that was killed while the cache was still cold goes on with what is read from it: other bits there would make its model
-# another one than the undisturbed run's.
+# A run that was killed while the cache was still cold goes on with what is read from it: other bits there
+# would make its model another one than the undisturbed run's.
 @pytest.mark.slow
 def test_what_is_just_compiled_gives_the_bits_of_what_is_read_from_the_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "NANOEULER_CACHE": str(tmp_path)}

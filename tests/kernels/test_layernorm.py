@@ -50,7 +50,9 @@ def run(a: Arrays, before: float = 0.0, alias: bool = False) -> Arrays:
 
 
 def run_residual(a: Arrays, before: float = 0.0, alias: bool = False) -> Arrays:
-    """residual_layernorm; with `alias`, dinp is dresidual_out's own array. branch_bias and dresidual_out need not be there."""
+    """residual_layernorm; with `alias`, dinp is dresidual_out's own array. branch_bias and dresidual_out need
+    not be there.
+    """
     branch, weight, branch_bias = a["branch"], a["weight"], a.get("branch_bias")
     dresidual_out = a["dresidual_out"].copy() if "dresidual_out" in a else None
     dbranch_bias = None if branch_bias is None else np.full_like(branch_bias, before)
@@ -83,8 +85,8 @@ def test_forward_is_the_formula(shape: tuple[int, int]) -> None:
         assert_within(name, run(a)[name], expected, 1e-12 * max(1, rstd.max()))
 
 
-# A dropped projection term, a factor of the width, a row left out of a parameter's gradient, or a branch's bias that stays out of
-# the norm.
+# A dropped projection term, a factor of the width, a row left out of a parameter's gradient, or a branch's
+# bias that stays out of the norm.
 @pytest.mark.parametrize("shape", ROWS)
 def test_gradient(shape: tuple[int, int]) -> None:
     assert_gradients(run, inputs(*shape), NORM, ("inp", "weight", "bias"))
@@ -93,8 +95,8 @@ def test_gradient(shape: tuple[int, int]) -> None:
     )
 
 
-# A constant or a sum held in the wrong precision. The terms of dinp, each of the size of rstd * g, may cancel; the
-# difference from the mean is relative to the input and multiplied by rstd.
+# A constant or a sum held in the wrong precision. The terms of dinp, each of the size of rstd * g, may
+# cancel; the difference from the mean is relative to the input and multiplied by rstd.
 @pytest.mark.parametrize("shape", ROWS)
 def test_float32(shape: tuple[int, int]) -> None:
     a = inputs(*shape)
@@ -139,7 +141,8 @@ def test_aliasing(one) -> None:  # type: ignore[no-untyped-def]
     assert_same_bits(one(a, alias=True), one(a))
 
 
-# The fusion would be another function than its parts, or take what is not given for something other than zero.
+# The fusion would be another function than its parts, or take what is not given for something other than
+# zero.
 @pytest.mark.parametrize(
     "without", [(), ("branch_bias",), ("dresidual_out",), ("branch_bias", "dresidual_out")], ids=str
 )
@@ -167,7 +170,8 @@ def test_residual_is_addition_then_norm(without: tuple[str, ...]) -> None:
 def test_large_mean_keeps_the_variance() -> None:
     a = inputs(3, 64)
     a["inp"] += 4096
-    # Adding 4096 to the input rounds it to 2^-11 of a unit; what float32 adds to that is the mean's own rounding.
+    # Adding 4096 to the input rounds it to 2^-11 of a unit; what float32 adds to that is the mean's own
+    # rounding.
     a["inp"] = a["inp"].astype(np.float32).astype(np.float64)
     got, exact = run(single(a)), run(a)
     assert_within(

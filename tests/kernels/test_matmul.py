@@ -31,7 +31,9 @@ def inputs(rows: int, outputs: int, width: int) -> Arrays:
 
 
 def run(a: Arrays, before: float = 0.0) -> Arrays:
-    """Also, as dinp_added, the gradient of inp on top of `first`; the scratch is larger than needed and holds NaN."""
+    """Also, as dinp_added, the gradient of inp on top of `first`; the scratch is larger than needed and holds
+    NaN.
+    """
     inp, weight, dout = a["inp"], a["weight"], a["dout"]
     out, dinp, dinp_added = unwritten(dout), unwritten(inp), a["first"].copy()
     dweight, again = np.full_like(weight, before), unwritten(weight)
@@ -65,7 +67,8 @@ def test_float32(shape: tuple[int, int, int]) -> None:
     assert_float32(run, a, max(shape), {name: 9 * size for name, size in scale.items()})
 
 
-# A run that can't be repeated, on this machine or with another number of threads; a sum that depends on the tile it is made in.
+# A run that can't be repeated, on this machine or with another number of threads; a sum that depends on the
+# tile it is made in.
 @pytest.mark.parametrize("shape", [(64, 33, 128), (256, 384, 320), (1030, 70, 600)])
 def test_same_bits_again_and_on_one_thread(shape: tuple[int, int, int]) -> None:
     assert_repeats(run, inputs(*shape))

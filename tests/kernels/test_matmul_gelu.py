@@ -28,7 +28,8 @@ def inputs(rows: int, hidden: int, width: int) -> Arrays:
     }
 
 
-# The parts in another order, a bias left out, an array for another: it must be its parts, each tested by itself.
+# The parts in another order, a bias left out, an array for another: it must be its parts, each tested by
+# itself.
 @pytest.mark.parametrize("shape", SHAPES)
 def test_is_its_parts(shape: tuple[int, int, int]) -> None:
     a = inputs(*shape)
@@ -46,7 +47,8 @@ def test_is_its_parts(shape: tuple[int, int, int]) -> None:
     assert_same_bits({"act": act, "up": up, "dup": dup, "dweight": dweight, "dbias": dbias}, parts)
 
 
-# A derivative taken at act, or of another function: the loss sum(dout * (act @ down^T)), moved by a little of the input's bias.
+# A derivative taken at act, or of another function: the loss sum(dout * (act @ down^T)), moved by a little of
+# the input's bias.
 def test_gradient_by_differences() -> None:
     a = inputs(67, 130, 33)
     act, up, dup = (unwritten(a["dout"], 67, 130) for _ in range(3))

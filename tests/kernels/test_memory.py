@@ -32,8 +32,8 @@ def full_plan(config: ModelConfig, *, training: bool = True, recompute: bool = F
     return plan + activation_plan(config, numerics, 6, training=training, dtype=FLOAT32)
 
 
-# Two buffers that share a byte: gradients that change with an activation. Every byte is counted, none twice, and vectors are
-# loaded from each buffer's beginning.
+# Two buffers that share a byte: gradients that change with an activation. Every byte is counted, none twice,
+# and vectors are loaded from each buffer's beginning.
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("training", [True, False])
 def test_buffers_are_apart_and_counted(name: str, training: bool) -> None:
@@ -68,7 +68,8 @@ def test_shared_buffers() -> None:
     assert not np.shares_memory(arena.view("own", (4,), 0), arena.view("own", (4,), 2))
 
 
-# Without training neither gradients nor moments nor an activation a layer: a chat would need a trainer's memory.
+# Without training neither gradients nor moments nor an activation a layer: a chat would need a trainer's
+# memory.
 @pytest.mark.parametrize("name", MODELS)
 def test_inference_holds_one_layer(name: str) -> None:
     deep = dataclasses.replace(MODELS[name], layers=9)
@@ -134,7 +135,8 @@ def test_token_io_is_one_memory() -> None:
     np.testing.assert_array_equal(token_io.device.view("uniform", (2,), 1), [2, 2])
 
 
-# Casts that overlap or are not counted; a layer's inputs that the next one's overwrite, or that are kept twice.
+# Casts that overlap or are not counted; a layer's inputs that the next one's overwrite, or that are kept
+# twice.
 @pytest.mark.parametrize("name", MODELS)
 def test_fp8_is_counted(name: str) -> None:
     config = dataclasses.replace(MODELS[name], context=50)

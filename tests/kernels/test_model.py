@@ -49,7 +49,8 @@ def test_parameters_are_apart(name: str) -> None:
     assert flat.sum() == sum(p.size for p in table)
 
 
-# GPT-2 124M as published, with the vocabulary padded to 50,304: a layer forgotten or a head that is not tied shows here.
+# GPT-2 124M as published, with the vocabulary padded to 50,304: a layer forgotten or a head that is not tied
+# shows here.
 def test_count_of_gpt2() -> None:
     published = 124_439_808
     assert sum(p.size for p in parameter_table(GPT2)) == published + (50304 - 50257) * 768
@@ -64,7 +65,8 @@ def test_count_of_euler() -> None:
     assert sum(p.size for p in parameter_table(config)) == 5 * 512 * 128 + 4 * layer + 128
 
 
-# Weight decay on a norm or a bias; a gradient that the next update adds to, or one that is cleared though it is overwritten.
+# Weight decay on a norm or a bias; a gradient that the next update adds to, or one that is cleared though it
+# is overwritten.
 @pytest.mark.parametrize("name", MODELS)
 def test_what_an_update_does_with_a_run(name: str) -> None:
     table = parameter_table(MODELS[name])
@@ -76,7 +78,8 @@ def test_what_an_update_does_with_a_run(name: str) -> None:
         assert (flags[p.offset : p.offset + p.size] == expected).all(), p.name
 
 
-# GPT-2's spread at its width, kept for others so that a product's variance is the same; smaller where branches are added.
+# GPT-2's spread at its width, kept for others so that a product's variance is the same; smaller where
+# branches are added.
 def test_initial_weights() -> None:
     config = dataclasses.replace(MODELS["gpt2"], dim=120, ffn=250, heads=5, kv_heads=5, mtp_heads=2)
     weights = initial_weights(config, seed=3)
@@ -134,7 +137,8 @@ class Recorder(dict[str, Any]):
         return self[name] if name in self.keys() else default
 
 
-# The flat gradient is reduced among ranks while backward still runs: one that is finished later would be reduced too early.
+# The flat gradient is reduced among ranks while backward still runs: one that is finished later would be
+# reduced too early.
 @pytest.mark.parametrize("name", MODELS)
 def test_table_is_in_the_order_of_backward(name: str) -> None:
     config, ops = MODELS[name], CpuOps()
@@ -153,7 +157,9 @@ def test_table_is_in_the_order_of_backward(name: str) -> None:
     finished = list(dict.fromkeys(reversed(grads.order)))[::-1]
 
     def layers(names: list[str]) -> list[str]:
-        """Without what stands within a layer: weight and bias, and the two embeddings, are finished together."""
+        """Without what stands within a layer: weight and bias, and the two embeddings, are finished
+        together.
+        """
         return [name.rpartition(".")[0].replace("pos", "tok") for name in names]
 
     assert layers(finished) == layers([p.name for p in sorted(table, key=lambda p: p.offset)])

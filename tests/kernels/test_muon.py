@@ -31,14 +31,17 @@ from tests.compare import (
 )
 from tests.gradient_check import MODELS, make_problem
 
-# Wide, square and tall; columns that no vector divides; a product of few rows, which goes another way; a single row and column.
+# Wide, square and tall; columns that no vector divides; a product of few rows, which goes another way; a
+# single row and column.
 SHAPES = ((64, 128), (48, 48), (130, 43), (17, 130), (5, 40), (1, 9), (9, 1))
 CONSTANTS: dict[str, Any] = {"weight_decay": 0.1, "grad_clip": 1.0}
 NAMES = pytest.mark.parametrize("name", MODELS)
 
 
 def matrix(m: int, n: int, least: float = 0.02) -> tuple[Array, Array]:
-    """A random matrix whose singular values are `least` to 1, and the orthogonal one of the same singular vectors."""
+    """A random matrix whose singular values are `least` to 1, and the orthogonal one of the same singular
+    vectors.
+    """
     k = min(m, n)
     u, _, vt = np.linalg.svd(normal(np.random.default_rng([m, n]), m, n), full_matrices=False)
     return (u * np.geomspace(least, 1, k)) @ vt, u @ vt
@@ -56,8 +59,9 @@ def scratch(like: Array) -> tuple[Array, Array, Array, Array]:
     )
 
 
-# A coefficient, a sign or a factor that is another: singular values that stay, run away or settle elsewhere; a product from the
-# wrong side or with its factors exchanged, which turns the singular vectors. In exact arithmetic those stay.
+# A coefficient, a sign or a factor that is another: singular values that stay, run away or settle elsewhere;
+# a product from the wrong side or with its factors exchanged, which turns the singular vectors. In exact
+# arithmetic those stay.
 @pytest.mark.parametrize("shape", SHAPES)
 def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
     x, orthogonal = matrix(*shape)
@@ -109,8 +113,9 @@ def written(a: Arrays, clip: float = 1.0, weight_decay: float = 0.1) -> Arrays:
     return {"params": params, "exp_avg": buffer}
 
 
-# A momentum without the look ahead, or one that looks twice; a decay that is scaled, or acts on the gradient; the scale of the
-# other side. A clip that is left out, or the wrong way round: it changes the momentum's direction.
+# A momentum without the look ahead, or one that looks twice; a decay that is scaled, or acts on the gradient;
+# the scale of the other side. A clip that is left out, or the wrong way round: it changes the momentum's
+# direction.
 @pytest.mark.parametrize(("norm", "grad_clip", "clip"), [(0.5, 1.0, 1.0), (4.0, 1.0, 0.25), (4.0, 0.0, 1.0)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_update_is_the_papers(shape: tuple[int, int], norm: float, grad_clip: float, clip: float) -> None:
@@ -163,7 +168,8 @@ def test_same_bits_again_and_on_one_thread(shape: tuple[int, int]) -> None:
     assert_repeats(run, single(inputs(*shape)))
 
 
-# A scale of another matrix, scratch that one leaves to the next, a layer taken from where it would be if they lay side by side.
+# A scale of another matrix, scratch that one leaves to the next, a layer taken from where it would be if they
+# lay side by side.
 def test_matrices_are_updated_each_by_itself() -> None:
     m, n, rng = 17, 30, np.random.default_rng(0)
     place = Matrices((3, 2, m, n), first=4, stride=2 * m * n + 7, begin=5)
@@ -184,7 +190,8 @@ def test_matrices_are_updated_each_by_itself() -> None:
     assert_same_bits({"params": flat["params"]}, {"params": before})
 
 
-# A matrix that is left out, an embedding or head that is not, a stack turned as one, rows that two matrices share.
+# A matrix that is left out, an embedding or head that is not, a stack turned as one, rows that two matrices
+# share.
 @NAMES
 def test_which_matrices(name: str) -> None:
     config, table = MODELS[name], parameter_table(MODELS[name])
@@ -229,7 +236,8 @@ def train(engine: Engine, name: str, steps: int) -> Arrays:
     return engine.state()
 
 
-# What is AdamW's updated by Muon or by neither, what is Muon's by both; gradients of another matrix, or of a wrong part of it.
+# What is AdamW's updated by Muon or by neither, what is Muon's by both; gradients of another matrix, or of a
+# wrong part of it.
 @NAMES
 def test_each_parameter_by_its_optimizer(name: str) -> None:
     config = MODELS[name]
@@ -253,14 +261,15 @@ def test_each_parameter_by_its_optimizer(name: str) -> None:
         for i in np.ndindex(params.shape[:2]):
             a = {"params": before_them[i], "grads": grads_of_them[i], "lr": np.array(1e-2)}
             expected = written({**a, "exp_avg": np.zeros(params.shape[2:])}, clip=min(1.0, 1 / norm))
-            # Gradients of few positions have singular values of 0, which an iteration multiplies, with their rounding, by 3.4.
+            # Gradients of few positions have singular values of 0, which an iteration multiplies, with their
+            # rounding, by 3.4.
             assert_within(f"{matrices} {i}", params[i], expected["params"], 1e-9)
             assert_within(f"{matrices} {i}", exp_avg[i], expected["exp_avg"], 1e-14)
         assert not exp_avg_sq.any()
 
 
-# A resumed run that goes another way: a momentum that is not saved, or scratch that one update leaves to the next. The number
-# of threads must not matter either.
+# A resumed run that goes another way: a momentum that is not saved, or scratch that one update leaves to the
+# next. The number of threads must not matter either.
 @NAMES
 def test_resume_is_exact(name: str) -> None:
     whole, second = train(make(name, "muon"), name, 5), make(name, "muon", seed=9, threads=0)
@@ -278,7 +287,8 @@ def test_default_is_adamw(name: str) -> None:
     assert "Muon" not in plain.describe()
 
 
-# Scratch that is too small for the most matrices at once, taken in a step instead of before, or missing from what the plan tells.
+# Scratch that is too small for the most matrices at once, taken in a step instead of before, or missing from
+# what the plan tells.
 @NAMES
 def test_plan_counts_the_scratch(name: str) -> None:
     config = MODELS[name]

@@ -46,7 +46,9 @@ def run(a: Arrays, before: float = 0.0, alias: bool = False) -> Arrays:
 
 
 def run_residual(a: Arrays, before: float = 0.0, alias: bool = False) -> Arrays:
-    """residual_rmsnorm; with `alias`, dinp is dresidual_out's own array. branch_bias and dresidual_out need not be there."""
+    """residual_rmsnorm; with `alias`, dinp is dresidual_out's own array. branch_bias and dresidual_out need
+    not be there.
+    """
     branch, weight, branch_bias = a["branch"], a["weight"], a.get("branch_bias")
     dresidual_out = a["dresidual_out"].copy() if "dresidual_out" in a else None
     dbranch_bias = None if branch_bias is None else np.full_like(branch_bias, before)
@@ -66,7 +68,8 @@ def run_residual(a: Arrays, before: float = 0.0, alias: bool = False) -> Arrays:
     return {**saved, "dbranch": dinp, "dresidual": dinp.copy(), **sums}
 
 
-# A wrong mean, a missing eps, or a weight applied before the norm: the backward pass would agree with the wrong forward.
+# A wrong mean, a missing eps, or a weight applied before the norm: the backward pass would agree with the
+# wrong forward.
 @pytest.mark.parametrize("shape", ROWS)
 def test_forward_is_the_formula(shape: tuple[int, int]) -> None:
     a = inputs(*shape)
@@ -76,15 +79,16 @@ def test_forward_is_the_formula(shape: tuple[int, int]) -> None:
     assert_within("out", got["out"], a["inp"] * rstd[:, None] * a["weight"], 1e-13 * np.abs(got["out"]).max())
 
 
-# A dropped projection term, a factor of the width, a row left out of a parameter's gradient, or a branch's bias that stays out of
-# the norm.
+# A dropped projection term, a factor of the width, a row left out of a parameter's gradient, or a branch's
+# bias that stays out of the norm.
 @pytest.mark.parametrize("shape", ROWS)
 def test_gradient(shape: tuple[int, int]) -> None:
     assert_gradients(run, inputs(*shape), NORM, ("inp", "weight"))
     assert_gradients(run_residual, inputs(*shape), RESIDUAL, ("branch", "branch_bias", "residual", "weight"))
 
 
-# A constant or a sum held in the wrong precision. The terms of dinp, each of the size of rstd * g, may cancel.
+# A constant or a sum held in the wrong precision. The terms of dinp, each of the size of rstd * g, may
+# cancel.
 @pytest.mark.parametrize("shape", ROWS)
 def test_float32(shape: tuple[int, int]) -> None:
     a = inputs(*shape)
@@ -116,7 +120,8 @@ def test_aliasing(one) -> None:  # type: ignore[no-untyped-def]
     assert_same_bits(one(a, alias=True), one(a))
 
 
-# The fusion would be another function than its parts, or take what is not given for something other than zero.
+# The fusion would be another function than its parts, or take what is not given for something other than
+# zero.
 @pytest.mark.parametrize(
     "without", [(), ("branch_bias",), ("dresidual_out",), ("branch_bias", "dresidual_out")], ids=str
 )

@@ -54,8 +54,8 @@ def test_ties_go_to_the_smaller_id() -> None:
     )
 
 
-# Probabilities of softmax(logits / temperature): a temperature that multiplies, or a cumulative sum off by one. The
-# statistic's 0.999 quantile for 6 degrees of freedom is 22.46.
+# Probabilities of softmax(logits / temperature): a temperature that multiplies, or a cumulative sum off by
+# one. The statistic's 0.999 quantile for 6 degrees of freedom is 22.46.
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_distribution(temperature: float) -> None:
     logits, count = [0.3, -1.2, 1.5, 0.0, 2.0, -0.5, 1.0], 4000
@@ -65,7 +65,8 @@ def test_distribution(temperature: float) -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 22.46
 
 
-# top_k of 0 must be off, not empty; k tokens are kept and their proportions too (quantile for 2 degrees of freedom: 13.82).
+# top_k of 0 must be off, not empty; k tokens are kept and their proportions too (quantile for 2 degrees of
+# freedom: 13.82).
 def test_top_k() -> None:
     logits = [0.3, -1.2, 1.5, 0.0, 2.0, -0.5, 1.0]
     assert (draws(logits, 4000, top_k=0) > 0).all()
@@ -84,7 +85,8 @@ def test_top_p(top_p: float, kept: int) -> None:
     assert np.flatnonzero(draws(logits, 500, top_p=top_p)).tolist() == sorted([1, 3, 0, 2][:kept])
 
 
-# A prefix whose probability is exactly p reaches p: `<=` in place of `<` keeps one token more. Equal logits have exact sums.
+# A prefix whose probability is exactly p reaches p: `<=` in place of `<` keeps one token more. Equal logits
+# have exact sums.
 @pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3)])
 def test_top_p_reached_exactly(top_p: float, kept: int) -> None:
     assert np.flatnonzero(draws([0.0] * 4, 500, top_p=top_p)).tolist() == list(range(kept))
@@ -105,9 +107,9 @@ def test_rows_draw_for_themselves() -> None:
     assert len({*together}) == 8
 
 
-# At one number like distributions must give like tokens, or drafts that are nearly right would be rejected: two of total
-# variation d differ in at most 2 d / (1 + d) of the draws (Daliri, Musco and Suresh 2025, arXiv:2408.07978), within four
-# standard deviations of so many.
+# At one number like distributions must give like tokens, or drafts that are nearly right would be rejected:
+# two of total variation d differ in at most 2 d / (1 + d) of the draws (Daliri, Musco and Suresh 2025,
+# arXiv:2408.07978), within four standard deviations of so many.
 def test_like_distributions_give_like_tokens() -> None:
     rng, count = np.random.default_rng(2), 2000
     first = 2 * normal(rng, 100)

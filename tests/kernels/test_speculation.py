@@ -36,7 +36,9 @@ SMALL = ModelConfig(8, 1, 2, 1, 8, 8, 6, mtp_heads=3)
 def untrained(
     config: ModelConfig, scale: float = 4, numerics: Numerics | None = None, device: str = "cpu"
 ) -> Engine:
-    """Random weights, larger than those of the start, where all logits are nearly equal: the heads draft at random."""
+    """Random weights, larger than those of the start, where all logits are nearly equal: the heads draft at
+    random.
+    """
     engine = Engine(
         config, numerics or Numerics(), micro_batch=1, device=device, threads=1, seed=3, training=False
     )
@@ -45,7 +47,9 @@ def untrained(
 
 
 def constant(config: ModelConfig, scale: float = 4) -> Engine:
-    """Every head draws from one distribution, whatever came before, so each draft is as likely as it should be."""
+    """Every head draws from one distribution, whatever came before, so each draft is as likely as it should
+    be.
+    """
     engine = untrained(config, scale)
     weights = engine.weights()
     head = weights["head.weight"]
@@ -74,8 +78,8 @@ def both(request: pytest.FixtureRequest) -> Engine:
     return untrained(request.param)
 
 
-# A head read at a wrong row, another head's weights, or a draw of the pass at another's number: each token and each draft is what
-# a model of that head alone draws after the same tokens.
+# A head read at a wrong row, another head's weights, or a draw of the pass at another's number: each token
+# and each draft is what a model of that head alone draws after the same tokens.
 @pytest.mark.parametrize("how", [GREEDY, LIKELIEST])
 def test_draws_and_drafts_are_their_heads(both: Engine, how: Sampling) -> None:
     heads, weights = both.config.mtp_heads, both.weights()
@@ -109,9 +113,9 @@ def test_draws_and_drafts_are_their_heads(both: Engine, how: Sampling) -> None:
         both.decoder.draw(tokens[:, :4].copy(), cache, uniform[:1], suppressed, **settings)
 
 
-# The ids must be plain decoding's: a draft taken that was not drawn, a draw at another token's number, a row of the cache that a
-# rejected draft left, a draft across the border at which the window is cut. Where a draw is nearer to a border than what fp32
-# may round, the ids may differ; the CPU rounds both ways alike.
+# The ids must be plain decoding's: a draft taken that was not drawn, a draw at another token's number, a row
+# of the cache that a rejected draft left, a draft across the border at which the window is cut. Where a draw
+# is nearer to a border than what fp32 may round, the ids may differ; the CPU rounds both ways alike.
 @pytest.mark.parametrize("how", [GREEDY, LIKELIEST, Sampling(seed=7)])
 @pytest.mark.parametrize("length", [1, 2, CONTEXT // 2, CONTEXT - 2, CONTEXT - 1, CONTEXT, CONTEXT + 3])
 def test_ids_are_those_of_plain_decoding(both: Engine, length: int, how: Sampling) -> None:
@@ -125,7 +129,8 @@ def test_ids_are_those_of_plain_decoding(both: Engine, length: int, how: Samplin
         assert written(both, prompt, how, max_tokens=2 * CONTEXT, suppressed=suppressed) == plain
 
 
-# The GPU's own: a pass over drafts that rounds otherwise than one token does, a number that host and device do not share in time.
+# The GPU's own: a pass over drafts that rounds otherwise than one token does, a number that host and device
+# do not share in time.
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("how", [GREEDY, LIKELIEST, Sampling(seed=7)])
@@ -161,8 +166,9 @@ def test_ends_exactly() -> None:
     } & {*range(0, VOCAB, 2)}
 
 
-# A perfect draft that is rejected, or one that is not counted. The window of 12 begins with 6 tokens read, which draw one; two
-# passes of 3 fill it; the next window begins alike, and the 10 tokens asked for end in its second pass.
+# A perfect draft that is rejected, or one that is not counted. The window of 12 begins with 6 tokens read,
+# which draw one; two passes of 3 fill it; the next window begins alike, and the 10 tokens asked for end in
+# its second pass.
 @pytest.mark.parametrize(
     "how", [GREEDY, Sampling(seed=1), Sampling(seed=1, temperature=0.7, top_k=5, top_p=0.9)]
 )
@@ -174,7 +180,8 @@ def test_perfect_drafts_are_all_taken(how: Sampling) -> None:
     assert counts.describe() == "2.20 tokens per pass, 6 of 6 drafted tokens (100%) accepted"
 
 
-# Counts that miss a pass or count a rejected draft would call a bad draft a good one. Random heads draft one of VOCAB tokens.
+# Counts that miss a pass or count a rejected draft would call a bad draft a good one. Random heads draft one
+# of VOCAB tokens.
 def test_bad_drafts_are_rarely_taken() -> None:
     engine, counts = untrained(EULER), SpeculativeStats(EULER.mtp_heads)
     assert len(list(generate(engine, [1], GREEDY, max_tokens=200, speculation=counts))) == 200

@@ -14,7 +14,8 @@ def product(c: Array, a: Array, b: Array, add: bool) -> Array:
     return result
 
 
-# A tile left out or made twice: rows that four does not divide, half tiles, no term at all, sums that do not begin at c.
+# A tile left out or made twice: rows that four does not divide, half tiles, no term at all, sums that do not
+# begin at c.
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 5])
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5])

@@ -33,7 +33,8 @@ GPT2 = replace(
     tied_head=True,
 )
 MODELS = {"euler": EULER, "gpt2": GPT2}
-# Linear weights, embeddings and biases times this: scores times its square, so that attention looks at few tokens.
+# Linear weights, embeddings and biases times this: scores times its square, so that attention looks at few
+# tokens.
 SCALE = 4.0
 UPDATES, TRAIN_ROWS = 60, 32
 
@@ -120,7 +121,8 @@ class ExactRope(torch.nn.Module):
 def in_float64(model: Any, config: ModelConfig) -> Any:
     """An exported model that computes in float64 throughout.
 
-    transformers takes RMSNorm and RoPE of a Llama to float32 whatever the model's precision; they are replaced.
+    transformers takes RMSNorm and RoPE of a Llama to float32 whatever the model's precision; they are
+    replaced.
     """
     model = model.double()
     if config.position == "rope":

@@ -1,4 +1,6 @@
-"""These tests run in .venv-parity (`make test-parity`); an environment without their judges does not collect them."""
+"""These tests run in .venv-parity (`make test-parity`); an environment without their judges does not collect
+them.
+"""
 
 from importlib.util import find_spec
 

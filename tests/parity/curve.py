@@ -2,21 +2,23 @@
 
     python -m tests.parity.curve --weights init.npz --losses curve.json --shard train_00000.bin --heads 4
 
-The other engine trained a model of the euler or GPT-2 parts: step s on the tokens s*B*T to (s+1)*B*T (inclusive) of the shard,
-row by row, at a learning rate of 6e-4 * min(1, (s+1) / 20), with AdamW (0.9, 0.95, eps 1e-8, decay 0.1 on matrices) after
-clipping the gradient to norm 1; its loss is the mean of its prediction heads' means.
+The other engine trained a model of the euler or GPT-2 parts: step s on the tokens s*B*T to (s+1)*B*T
+(inclusive) of the shard, row by row, at a learning rate of 6e-4 * min(1, (s+1) / 20), with AdamW (0.9, 0.95,
+eps 1e-8, decay 0.1 on matrices) after clipping the gradient to norm 1; its loss is the mean of its prediction
+heads' means.
 
---weights   its initial weights by our names, .npz; `head.weight` may stack its heads' vocabularies in one axis, without padding
+--weights   its initial weights by our names, .npz; `head.weight` may stack its heads' vocabularies in one
+axis, without padding
 --losses    a line of JSON with `losses`, `batch` (B) and `seq` (T)
 --heads     query heads, which no shape tells
 --device, --precision    what ours computes on and in: auto and fp32 where they are not given
 
 Prints a line of JSON; the exit code is 1 where a loss differs by more than 0.1 % (tf32: 0.2 %, bf16: 0.5 %).
 
-A curve can be compared only where it is determined: while a loss lies on a plateau, as that of euler_1m does with 16 or more rows
-of 128 tokens, rounding errors grow a hundredfold in twenty steps, and our own weights, changed by 1e-7 of themselves, part from
-themselves by 0.09 % within 85 steps. With 8 rows of 128 that stays at 0.001 % over 200. PyTorch compiled and not compiled part
-by 0.16 % with 32 rows.
+A curve can be compared only where it is determined: while a loss lies on a plateau, as that of euler_1m does
+with 16 or more rows of 128 tokens, rounding errors grow a hundredfold in twenty steps, and our own weights,
+changed by 1e-7 of themselves, part from themselves by 0.09 % within 85 steps. With 8 rows of 128 that stays
+at 0.001 % over 200. PyTorch compiled and not compiled part by 0.16 % with 32 rows.
 """
 
 import argparse
@@ -64,7 +66,9 @@ def config_of(weights: Mapping[str, np.ndarray], heads: int, context: int) -> Mo
 
 
 def padded(weights: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
-    """The weights as our engine takes them: heads on an axis of their own, zero rows behind each vocabulary."""
+    """The weights as our engine takes them: heads on an axis of their own, zero rows behind each
+    vocabulary.
+    """
     out = dict(weights)
     shape = {
         "tok.weight": (config.vocab_size, config.dim),

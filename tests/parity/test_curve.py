@@ -1,4 +1,6 @@
-"""Training beside PyTorch's autograd and AdamW, from the same weights on the same tokens: the losses stay together."""
+"""Training beside PyTorch's autograd and AdamW, from the same weights on the same tokens: the losses stay
+together.
+"""
 
 from dataclasses import replace
 
@@ -42,7 +44,9 @@ def torch_losses(config: ModelConfig, weights: Weights, tokens: np.ndarray) -> l
 
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_stay_within_a_thousandth(name: str) -> None:
-    """Would catch a bias correction, a decay, a clip, or a rate that is off by one step, and any slow drift."""
+    """Would catch a bias correction, a decay, a clip, or a rate that is off by one step, and any slow
+    drift.
+    """
     config = MODELS[name]
     weights = initial_weights(config, seed=3)
     tokens = tokenizer().encode(text())

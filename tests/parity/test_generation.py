@@ -30,7 +30,9 @@ PROMPTS = ("# Author", "def ", "This module is")
 
 
 def model_of(name: str) -> tuple[ModelConfig, Weights]:
-    """One of the models with room for a text, which has learnt a piece by heart: it writes more than one word over and over."""
+    """One of the models with room for a text, which has learnt a piece by heart: it writes more than one word
+    over and over.
+    """
     config = replace(MODELS[name], context=CONTEXT)
     engine = engine_with(config, rows=4)
     for _ in range(UPDATES):
@@ -41,7 +43,9 @@ def model_of(name: str) -> tuple[ModelConfig, Weights]:
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_greedy_token_for_token(name: str, tmp_path: Path) -> None:
-    """Would catch a cache off by one position, a rotation from the wrong position, and ids that end a text too early."""
+    """Would catch a cache off by one position, a rotation from the wrong position, and ids that end a text
+    too early.
+    """
     config, weights = model_of(name)
     model, engine = exported(config, weights, tmp_path), engine_with(config, weights)
     written = set()
@@ -69,7 +73,8 @@ def test_greedy_token_for_token(name: str, tmp_path: Path) -> None:
     assert len(written) > 20  # a model that writes one token for ever proves little
 
 
-# Without <|endoftext|> in front a base model writes another text, at a higher loss: all that it was trained on had one.
+# Without <|endoftext|> in front a base model writes another text, at a higher loss: all that it was trained
+# on had one.
 @pytest.mark.parametrize("name", MODELS)
 def test_pipeline_of_a_base_model_writes_our_text(name: str, tmp_path: Path) -> None:
     config, weights = model_of(name)
@@ -88,7 +93,8 @@ def test_pipeline_of_a_base_model_writes_our_text(name: str, tmp_path: Path) -> 
         assert theirs == tokenizer().decode(ours) and len(ours) > 10
 
 
-# A conversation begins with the template's own tokens; one more in front, or two, is what the chat model never saw.
+# A conversation begins with the template's own tokens; one more in front, or two, is what the chat model
+# never saw.
 @pytest.mark.parametrize("kind", ["chat", "base"])
 def test_chat_template_gives_our_ids(kind: str, tmp_path: Path) -> None:
     exported(EULER, trained(EULER), tmp_path, kind)

@@ -1,4 +1,6 @@
-"""Gradients of one step, tensor by tensor, against autograd: through the export, and with every prediction head."""
+"""Gradients of one step, tensor by tensor, against autograd: through the export, and with every prediction
+head.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,10 +30,12 @@ from tests.parity.cases import (
 NAMES = pytest.mark.parametrize("name", MODELS)
 MTP_WEIGHTS = (1.0, 0.3, 0.1)
 LIMIT = 1e-4
-# Of two float32 gradients of the same mathematics whose sums run in another order, as the operations' tests allow it.
+# Of two float32 gradients of the same mathematics whose sums run in another order, as the operations' tests
+# allow it.
 OTHER_ORDER = 3
-# A key bias adds the same to all scores of a query, which softmax doesn't see: its gradient is a sum that cancels, and what
-# is left is rounding. It is compared with the query bias's gradient, whose terms are as large and don't cancel.
+# A key bias adds the same to all scores of a query, which softmax doesn't see: its gradient is a sum that
+# cancels, and what is left is rounding. It is compared with the query bias's gradient, whose terms are as
+# large and don't cancel.
 FLOOR = 1e-4
 
 
@@ -95,10 +99,12 @@ def transformers_gradients(model: Any, batch: Batch) -> Weights:
 @NAMES
 @pytest.mark.parametrize("kind", ["trained", "scaled_up"])
 def test_through_the_export(name: str, kind: str, tmp_path: Path) -> None:
-    """Would catch a backward pass that is not the forward's, against the model that transformers makes of the export.
+    """Would catch a backward pass that is not the forward's, against the model that transformers makes of the
+    export.
 
-    Where attention looks at one token, the gradient of queries and keys is a difference of nearly equal numbers, of which no
-    float32 keeps four digits: there, a tensor may have OTHER_ORDER times the error of PyTorch's float32 gradient.
+    Where attention looks at one token, the gradient of queries and keys is a difference of nearly equal
+    numbers, of which no float32 keeps four digits: there, a tensor may have OTHER_ORDER times the error of
+    PyTorch's float32 gradient.
     """
     config, batch = MODELS[name], batch_of(1, documents=False)
     weights = {"trained": trained, "scaled_up": scaled_up}[kind](config)
@@ -110,7 +116,8 @@ def test_through_the_export(name: str, kind: str, tmp_path: Path) -> None:
     found, peer = errors(ours, exact), errors(theirs, exact)
     worst = max(found, key=lambda tensor: found[tensor])
     print(
-        f"{name}, {kind}: worst {worst} {found[worst]:.2g}, PyTorch's {peer[worst]:.2g}, its worst {max(peer.values()):.2g}"
+        f"{name}, {kind}: worst {worst} {found[worst]:.2g}, PyTorch's {peer[worst]:.2g}, its worst "
+        f"{max(peer.values()):.2g}"
     )
     for tensor, error in found.items():
         allowed = LIMIT if kind == "trained" else max(LIMIT, OTHER_ORDER * peer[tensor])
@@ -123,7 +130,9 @@ def test_through_the_export(name: str, kind: str, tmp_path: Path) -> None:
 @NAMES
 @pytest.mark.parametrize("documents", [False, True])
 def test_every_prediction_head(name: str, documents: bool) -> None:
-    """Would catch a head trained on the wrong token, across a border, with the wrong weight, or its gradient lost."""
+    """Would catch a head trained on the wrong token, across a border, with the wrong weight, or its gradient
+    lost.
+    """
     config = MODELS[name]
     weights, batch = trained(config), batch_of(2, documents=documents)
     p = torch_model.parameters(weights, torch.float64)

@@ -26,8 +26,8 @@ from tests.parity.cases import (
 
 NAMES = pytest.mark.parametrize("name", MODELS)
 KINDS = pytest.mark.parametrize("weights_of", [trained, scaled_up], ids=["trained", "scaled_up"])
-# Sets of tokens whose errors are pooled: rounding errors are random, and the ratio of two of them scatters the less the more
-# logits stand in it.
+# Sets of tokens whose errors are pooled: rounding errors are random, and the ratio of two of them scatters
+# the less the more logits stand in it.
 SEEDS = 8
 
 Make = Callable[..., Weights]
@@ -47,12 +47,13 @@ def tokens_of(seed: int) -> np.ndarray:
 @KINDS
 @torch.inference_mode()
 def test_logits_are_as_exact_as_pytorchs(name: str, weights_of: Make, tmp_path: Path) -> None:
-    """Would catch any difference in the mathematics, in a name, a transposition or an order, and a careless sum.
+    """Would catch any difference in the mathematics, in a name, a transposition or an order, and a careless
+    sum.
 
-    The error is the Euclidean norm of (float32 logits - float64 logits) over SEEDS sets of tokens, and the largest of them.
-    That PyTorch's own error is a rounding error and no wrong export, which would make room for ours: the float64 model
-    agrees with another PyTorch model of the same mathematics, and the float32 one with it to 1e-5, which no
-    exchanged tensor does.
+    The error is the Euclidean norm of (float32 logits - float64 logits) over SEEDS sets of tokens, and the
+    largest of them. That PyTorch's own error is a rounding error and no wrong export, which would make room
+    for ours: the float64 model agrees with another PyTorch model of the same mathematics, and the float32 one
+    with it to 1e-5, which no exchanged tensor does.
     """
     config, weights = MODELS[name], weights_of(MODELS[name])
     sets = [tokens_of(seed) for seed in range(SEEDS)]
@@ -72,7 +73,8 @@ def test_logits_are_as_exact_as_pytorchs(name: str, weights_of: Make, tmp_path: 
 
     error, allowed = norm(ours - exact), norm(theirs - exact)
     largest, largest_allowed = np.abs(ours - exact).max(), np.abs(theirs - exact).max()
-    print(f"{name}: |logits| {norm(exact):.3g}; norm of the error {error:.3g} / PyTorch {allowed:.3g} = {error / allowed:.2f}; "
+    print(f"{name}: |logits| {norm(exact):.3g}; norm of the error {error:.3g} / PyTorch {allowed:.3g} = "
+          f"{error / allowed:.2f}; "
           f"largest {largest:.3g} / {largest_allowed:.3g} = {largest / largest_allowed:.2f}")  # fmt: skip
     assert error <= 2 * allowed
     assert largest <= 2 * largest_allowed
@@ -82,7 +84,9 @@ def test_logits_are_as_exact_as_pytorchs(name: str, weights_of: Make, tmp_path: 
 @KINDS
 @torch.inference_mode()
 def test_float64_is_pytorchs_float64(name: str, weights_of: Make, tmp_path: Path) -> None:
-    """Would catch a difference that is smaller than float32's rounding: eps of a norm, a constant of GELU, an angle."""
+    """Would catch a difference that is smaller than float32's rounding: eps of a norm, a constant of GELU, an
+    angle.
+    """
     config, weights = MODELS[name], weights_of(MODELS[name])
     model = in_float64(exported(config, weights, tmp_path), config)
     exact = model(torch.from_numpy(tokens_of(0)).long()).logits.numpy()
@@ -93,7 +97,9 @@ def test_float64_is_pytorchs_float64(name: str, weights_of: Make, tmp_path: Path
 
 @torch.inference_mode()
 def test_further_heads_are_beside_the_model(tmp_path: Path) -> None:
-    """Would catch heads in another order, or head 0 among them, in the file that no class of transformers reads."""
+    """Would catch heads in another order, or head 0 among them, in the file that no class of transformers
+    reads.
+    """
     config = MODELS["euler"]
     model = exported(config, trained(config), tmp_path)
     heads = torch.from_numpy(load_file(tmp_path / MTP_HEADS_FILE)["heads.weight"])

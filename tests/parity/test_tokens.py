@@ -1,8 +1,9 @@
-"""Our ids against tiktoken's with GPT-2's vocabulary, and Hugging Face tokenizers' and transformers' with one trained here.
+"""Our ids against tiktoken's with GPT-2's vocabulary, and Hugging Face tokenizers' and transformers' with one
+trained here.
 
-Left out are surrogates, which no UTF-8 text has, and code points that this Python's Unicode table does not assign: the tables
-of the four libraries are of different years, so they class a few of these as letters, numbers or neither. Special tokens in
-a text are left out where the judge finds them there; ours never does.
+Left out are surrogates, which no UTF-8 text has, and code points that this Python's Unicode table does not
+assign: the tables of the four libraries are of different years, so they class a few of these as letters,
+numbers or neither. Special tokens in a text are left out where the judge finds them there; ours never does.
 """
 
 import sysconfig
@@ -73,7 +74,8 @@ Pair = Callable[[], tuple[Tokenizer, Judge]]
 def test_classes_of_every_assigned_character(kind: int, pattern: str) -> None:
     """Would catch a character of another class than tiktoken's, also where no merge shows the split.
 
-    An encoding whose words are the matches of one class, and whose tokens are bytes, gives the characters of this class.
+    An encoding whose words are the matches of one class, and whose tokens are bytes, gives the characters of
+    this class.
     """
     assigned = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
     ranks = {bytes([byte]): byte for byte in range(256)}
@@ -115,7 +117,9 @@ def test_hypothesis_made_text(pair: Pair) -> None:
 
 @PAIRS
 def test_every_unicode_category(pair: Pair) -> None:
-    """Would catch a character taken for a letter, a number or white space that is none, each beside each kind of neighbour."""
+    """Would catch a character taken for a letter, a number or white space that is none, each beside each kind
+    of neighbour.
+    """
     categories: dict[str, list[str]] = defaultdict(list)
     for code in range(0x110000):
         categories[unicodedata.category(chr(code))].append(chr(code))
@@ -151,7 +155,9 @@ def library_sources() -> Iterator[list[str]]:
 
 @PAIRS
 def test_pythons_library(pair: Pair) -> None:
-    """Would catch what only long or odd real text has: a cached word that answers for another, a counter that overflows."""
+    """Would catch what only long or odd real text has: a cached word that answers for another, a counter that
+    overflows.
+    """
     size = count = 0
     for texts in library_sources():
         count += assert_same(pair, texts, "library")
@@ -174,10 +180,11 @@ MESSAGES = st.builds(
 
 @pytest.mark.parametrize("config", [EULER, GPT2], ids=["euler", "gpt2"])
 def test_transformers_reads_the_exported_tokenizer(config: object, tmp_path: Path) -> None:
-    """Would catch a class of tokenizer that splits otherwise or adds a token, and a template or a mask that is not ours.
+    """Would catch a class of tokenizer that splits otherwise or adds a token, and a template or a mask that
+    is not ours.
 
-    The mask says which tokens are an assistant's, as loss weights do: without it, or off by one, another trainer learns the
-    questions too or never learns to end an answer.
+    The mask says which tokens are an assistant's, as loss weights do: without it, or off by one, another
+    trainer learns the questions too or never learns to end an answer.
     """
     exported(config, trained(config), tmp_path)  # type: ignore[arg-type]
     ours = Tokenizer.load(tmp_path / "tokenizer.json")

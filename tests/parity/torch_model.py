@@ -1,4 +1,5 @@
-"""The same transformer in PyTorch, over our parameter names, in any precision: autograd is the judge of our gradients.
+"""The same transformer in PyTorch, over our parameter names, in any precision: autograd is the judge of our
+gradients.
 
 x <- x + attention(norm(x))        x <- x + mlp(norm(x))
 """
@@ -39,7 +40,9 @@ def rotated(x: Tensor, position: Tensor, base: float) -> Tensor:
 
 
 def final_stream(c: ModelConfig, p: Parameters, tokens: Tensor, document: Tensor) -> Tensor:
-    """The normalised stream (B, T, C) after the last block; attention and positions stay within a document."""
+    """The normalised stream (B, T, C) after the last block; attention and positions stay within a
+    document.
+    """
     batch, length = tokens.shape
     index = torch.arange(length)
     begins = torch.ones_like(document, dtype=torch.bool)
@@ -86,7 +89,9 @@ def logits(c: ModelConfig, p: Parameters, stream: Tensor, head: int = 0) -> Tens
 
 
 def loss(c: ModelConfig, p: Parameters, batch: Batch, mtp_loss_weights: Sequence[float]) -> Tensor:
-    """sum over heads k of mtp_loss_weights[k] * (sum of weight * nll) / (sum of weight), each sum over the head's own targets."""
+    """sum over heads k of mtp_loss_weights[k] * (sum of weight * nll) / (sum of weight), each sum over the
+    head's own targets.
+    """
     stream = final_stream(c, p, torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.document))
     targets, weights = (torch.from_numpy(array) for array in head_targets(batch, c.mtp_heads))
     total = stream.new_zeros(())

@@ -1,4 +1,6 @@
-"""A corpus of a few sentences with its tokenizer, shards and conversations, for the stages that train and measure."""
+"""A corpus of a few sentences with its tokenizer, shards and conversations, for the stages that train and
+measure.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -53,7 +53,9 @@ def test_shuffled_is_a_permutation(count: int, seed: int, epoch: int) -> None:
 
 
 def test_shuffled_mixes() -> None:
-    """Catches a permutation that keeps order or neighbours: over keys, each of 5! orders of five is about as frequent."""
+    """Catches a permutation that keeps order or neighbours: over keys, each of 5! orders of five is about as
+    frequent.
+    """
     orders: dict[tuple[int, ...], int] = {}
     for key in range(2400):
         drawn = tuple(permute_indices(np.arange(5), 5, key).tolist())
@@ -66,7 +68,9 @@ def test_shuffled_mixes() -> None:
 
 
 def test_shuffled_is_pinned() -> None:
-    """Catches an order that changes with a version or machine, which breaks resuming, and memory that grows with count."""
+    """Catches an order that changes with a version or machine, which breaks resuming, and memory that grows
+    with count.
+    """
     assert permute_indices(np.arange(6), 6, 1337, 0).tolist() == [2, 3, 4, 0, 5, 1]
     assert permute_indices(np.array([0, 1, 10**15]), 10**15 + 1, 7).tolist() == [
         634570131150467,
@@ -80,7 +84,9 @@ def test_shuffled_is_pinned() -> None:
 def test_every_token_is_a_target_once_per_epoch(
     tmp_path_factory: pytest.TempPathFactory, context: int, micro_batch: int, data: st.DataObject
 ) -> None:
-    """Catches windows that overlap, leave gaps, run past the end (a split of exactly one window) or miss their last target."""
+    """Catches windows that overlap, leave gaps, run past the end (a split of exactly one window) or miss
+    their last target.
+    """
     tokens = data.draw(st.integers(context + 1, 150))
     shards = make_split(tmp_path_factory.mktemp("shards"), np.arange(tokens), per_shard=40)
     batches = pretrain(shards, micro_batch=micro_batch, context=context)
@@ -98,7 +104,9 @@ def test_every_token_is_a_target_once_per_epoch(
 
 
 def test_epochs_differ_and_leave_out_other_tokens(tmp_path: Path) -> None:
-    """Catches the same order and the same window borders in every epoch, which leaves the same tokens unread for good."""
+    """Catches the same order and the same window borders in every epoch, which leaves the same tokens unread
+    for good.
+    """
     batches = pretrain(make_split(tmp_path, np.arange(100)), micro_batch=11, context=8)
     assert batches.windows == 11
     starts = [batches.batch(epoch).tokens[:, 0] for epoch in range(40)]
@@ -107,7 +115,9 @@ def test_epochs_differ_and_leave_out_other_tokens(tmp_path: Path) -> None:
 
 
 def test_batch_is_a_function_of_index_and_seed(tmp_path: Path) -> None:
-    """Catches hidden state: a resumed run, or a rank that reads every second batch, must read the same tokens."""
+    """Catches hidden state: a resumed run, or a rank that reads every second batch, must read the same
+    tokens.
+    """
     shards = make_split(tmp_path, np.arange(300))
     straight = pretrain(shards)
     forward = [straight.batch(index).tokens for index in range(30)]
@@ -118,7 +128,9 @@ def test_batch_is_a_function_of_index_and_seed(tmp_path: Path) -> None:
 
 
 def test_epoch_border_inside_a_batch(tmp_path: Path) -> None:
-    """Catches rows dropped or repeated if micro-batches do not divide an epoch, or the split is smaller than one."""
+    """Catches rows dropped or repeated if micro-batches do not divide an epoch, or the split is smaller than
+    one.
+    """
     batches = pretrain(make_split(tmp_path, np.arange(40)), micro_batch=6, context=8)
     assert batches.windows == 4
     rows = np.concatenate([batches.batch(index).tokens[:, 0] for index in range(2)])
@@ -202,7 +214,9 @@ def test_arrays_are_what_the_engine_takes(tmp_path: Path) -> None:
 
 
 def test_updates_batches_come_in_order_each_once_whether_fetched_ahead_or_not() -> None:
-    """Catches an update that gets the batches of the next one, fetches its own twice, or fetches after the last update."""
+    """Catches an update that gets the batches of the next one, fetches its own twice, or fetches after the
+    last update.
+    """
     asked: list[int] = []
 
     class Source:

@@ -55,8 +55,8 @@ def inputs(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -
     monkeypatch.setattr("builtins.input", read)
 
 
-# The model must read the whole conversation in the template it was trained with. Braces, percent signs and typed special tokens
-# in a message are plain text.
+# The model must read the whole conversation in the template it was trained with. Braces, percent signs and
+# typed special tokens in a message are plain text.
 def test_reads_the_conversation_by_the_template(capsys: pytest.CaptureFixture[str]) -> None:
     one, engine = talk(says("Yes."), says("No."))
     assert reply(one, "<|end|>{0}%d") == "model"
@@ -66,8 +66,8 @@ def test_reads_the_conversation_by_the_template(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr() == ("Yes.\nNo.\n", "")
 
 
-# A special token in an answer would look like another speaker, also to the model. If it is the most likely token, the next is
-# taken.
+# A special token in an answer would look like another speaker, also to the model. If it is the most likely
+# token, the next is taken.
 def test_special_tokens_never_in_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     one, engine = talk([USER, *ids("a"), ASSISTANT, END], says("b"))
     reply(one, "?")
@@ -286,7 +286,8 @@ def test_system_message_of_the_command_line(
     assert capsys.readouterr().out == "ok\n"
 
 
-# Without a terminal each line is a message. Prompts, the banner or the encoding of the locale would corrupt the piped output.
+# Without a terminal each line is a message. Prompts, the banner or the encoding of the locale would corrupt
+# the piped output.
 def test_piped_lines(monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str]) -> None:
     piped(monkeypatch, b"Hello\n\xc3\xa9\xff\n")
     both = printed("--seed", "4")

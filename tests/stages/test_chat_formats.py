@@ -77,7 +77,9 @@ def chat(*turns: tuple[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_shapes_detected_and_named(row: dict[str, Any], shape: str) -> None:
-    """Catches a shape that is not detected from its keys, and one that differs from what the same key `format` says."""
+    """Catches a shape that is not detected from its keys, and one that differs from what the same key
+    `format` says.
+    """
     assert [c.messages for c in read(row)] == [(("user", "q"), ("assistant", "a"))]
     assert read(row) == read(row, shape)
 
@@ -99,7 +101,8 @@ def test_system_first_and_unanswered_questions_cut() -> None:
     assert read(rows)[0].row() == {"messages": rows["messages"][:3]}
 
 
-# What chat data holds besides one text of each role: roles of tools, contents in parts, empty and doubled messages.
+# What chat data holds besides one text of each role: roles of tools, contents in parts, empty and doubled
+# messages.
 @pytest.mark.parametrize(
     ("turns", "messages"),
     [
@@ -126,7 +129,9 @@ def test_system_first_and_unanswered_questions_cut() -> None:
     ],
 )
 def test_messages_become_a_conversation(turns: list[tuple[str, Any]], messages: str) -> None:
-    """Would catch an empty answer that is supervised, a side that speaks twice in a row, and words of a tool as an answer."""
+    """Would catch an empty answer that is supervised, a side that speaks twice in a row, and words of a tool
+    as an answer.
+    """
     expected = messages.replace("||", "\n\n")
     assert [", ".join(" ".join(turn) for turn in c.messages) for c in read(chat(*turns))] == (
         [expected] if expected else []
@@ -213,7 +218,9 @@ def test_bad_rows_are_left_out_counted_and_the_first_named(capsys: pytest.Captur
 
 
 def test_play_conversations_stay_in_a_scene_and_between_two() -> None:
-    """Catches answers from another scene or a third person in a longer talk, and an answer that is supervised twice."""
+    """Catches answers from another scene or a third person in a longer talk, and an answer that is supervised
+    twice.
+    """
     pairs = ("a1", "b1"), ("b1", "a2"), ("a2", "b2"), ("b2", "c1"), ("a3", "b3")
     single = [[("user", question), ("assistant", answer)] for question, answer in pairs]
     assert list(play_conversations(SCENES, 1, None)) == single
@@ -227,7 +234,9 @@ def test_play_conversations_stay_in_a_scene_and_between_two() -> None:
 
 
 def test_chatterbot_lists() -> None:
-    """Catches numbers and broken lines of YAML that aren't texts, lone lines, and second answers taken for questions."""
+    """Catches numbers and broken lines of YAML that aren't texts, lone lines, and second answers taken for
+    questions.
+    """
     text = "conversations:\n- - Year?\n  - 1963\n- lone line\n- - Hi\n  - Well\n    met\n  - Good\n  - Day\n"
     one = [c.messages for c in read(text, "chatterbot")]
     assert one == [(("user", "Year?"), ("assistant", "1963")), (("user", "Hi"), ("assistant", "Well met"))]

@@ -60,7 +60,9 @@ messages_strategy = st.builds(
 
 
 def test_template_is_pinned() -> None:
-    """Catches a changed template (a newline, a space, a lost <|end|>), which a trained checkpoint doesn't know."""
+    """Catches a changed template (a newline, a space, a lost <|end|>), which a trained checkpoint doesn't
+    know.
+    """
     ids, weights = render(talk("hi", "yo!", "", "no", system="be"), TOKENIZER)
     system = [SYSTEM, ord("b"), ord("e"), END]
     first = [USER, ord("h"), ord("i"), END, ASSISTANT, ord("y"), ord("o"), ord("!"), END]
@@ -71,7 +73,9 @@ def test_template_is_pinned() -> None:
 
 
 def test_prompt_is_what_precedes_the_answer_in_training() -> None:
-    """Catches a prompt that differs from training (a space, a doubled <|assistant|>), which spoils every reply."""
+    """Catches a prompt that differs from training (a space, a doubled <|assistant|>), which spoils every
+    reply.
+    """
     ids, weights = render(talk("hi", "yo", "so", "ok"), TOKENIZER)
     prompt = render_prompt(talk("hi", "yo", "so"), TOKENIZER)
     assert prompt.tolist() == ids[: len(prompt)].tolist()
@@ -103,7 +107,9 @@ def test_typed_special_tokens_stay_text(words: list[str]) -> None:
 
 
 def test_learned_merges_stay_within_the_template() -> None:
-    """Catches, with the real tokenizer, a merge across a message's border, and text that spells the template in an answer."""
+    """Catches, with the real tokenizer, a merge across a message's border, and text that spells the template
+    in an answer.
+    """
     names = ["<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
     tokenizer = Tokenizer.train(["<|user|> hello <|end|> hello <|assistant|>"] * 9, 280, names)
     messages = talk("hello <|end|>", "", "<|assistant|>", " hello<|end|><|user|>")
@@ -183,7 +189,9 @@ def cut(messages: list[dict[str, str]], context: int) -> str | None:
 
 
 def test_cut_takes_from_the_front_in_the_stated_order() -> None:
-    """Catches a cut that takes an answer, a part of an old exchange, or the system message before an old exchange."""
+    """Catches a cut that takes an answer, a part of an old exchange, or the system message before an old
+    exchange.
+    """
     messages = talk("one", "two", "three", "four", system="sys")
     whole = "Ssys.Uone.Atwo.Uthree.Afour."
     assert cut(messages, len(whole)) == whole
@@ -214,7 +222,9 @@ def test_cut_is_the_longest_end_that_the_rule_allows(messages: list[dict[str, st
 
 
 def test_cut_without_a_question_before_the_answer() -> None:
-    """Catches a cut answer in a conversation that opens with one: it is dropped, or its whole turn is removed."""
+    """Catches a cut answer in a conversation that opens with one: it is dropped, or its whole turn is
+    removed.
+    """
     greeting = [{"role": "assistant", "content": "hello"}]
     assert cut(greeting, 6) is None
     assert cut([*greeting, *talk("a", "b")], 6) == "Ua.Ab."
@@ -255,7 +265,9 @@ def test_chunks_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(deadline=None)
 @given(st.integers(2, 30), st.integers(0, 99))
 def test_shuffled_questions_are_never_ones_own(count: int, seed: int) -> None:
-    """Catches a shuffle with fixed points, one that repeats or loses a question, and one that moves the answers."""
+    """Catches a shuffle with fixed points, one that repeats or loses a question, and one that moves the
+    answers.
+    """
     conversations = [talk(f"q{number}", f"a{number}") for number in range(count)]
     shuffled = shuffle_questions(conversations, seed)
     assert [messages[1] for messages in shuffled] == [messages[1] for messages in conversations]
@@ -278,7 +290,9 @@ def test_shuffled_questions_of_several_turns() -> None:
 
 
 def test_shuffle_passes_over_those_without_a_question() -> None:
-    """Catches a greeting that takes part in the shuffle, and a lone conversation that keeps its own question."""
+    """Catches a greeting that takes part in the shuffle, and a lone conversation that keeps its own
+    question.
+    """
     greeting = [{"role": "assistant", "content": "hello"}]
     assert shuffle_questions([talk("q", "a"), greeting, talk("p", "b")], 0) == [
         talk("p", "a"),

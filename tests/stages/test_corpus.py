@@ -47,13 +47,17 @@ def documents(name: str, sizes: list[int]) -> list[Document]:
     ],
 )
 def test_source_errors(keys: dict, message: str) -> None:
-    """Catches a key that is silently without effect, and a value that would fail only after hours of download."""
+    """Catches a key that is silently without effect, and a value that would fail only after hours of
+    download.
+    """
     with pytest.raises(ValueError, match=re.escape(message)):
         Source(**keys)
 
 
 def test_section_errors() -> None:
-    """Catches mixtures whose shares are undefined, a missing held-out part and a format of the other section."""
+    """Catches mixtures whose shares are undefined, a missing held-out part and a format of the other
+    section.
+    """
     source = Source("local", files=("a.txt",))
     weighted = Source("local", files=("a.txt",), weight=1.0)
     tenth = HoldoutRule(fraction=0.1)
@@ -78,12 +82,15 @@ def test_section_errors() -> None:
 
 
 def test_mixture_keeps_its_shares_and_its_order() -> None:
-    """Catches shares of documents instead of bytes, an order that isn't fixed, and a mixture that continues with one source."""
+    """Catches shares of documents instead of bytes, an order that isn't fixed, and a mixture that continues
+    with one source.
+    """
     books, web = documents("book", [100] * 50), documents("web", [10] * 1000)
     mixed = list(mix([iter(books), iter(web)], [0.25, 0.75]))
     assert mixed == list(mix([iter(books), iter(web)], [0.25, 0.75]))
     taken = [sum(document.size for index, document in mixed if index == source) for source in (0, 1)]
-    # It ends when the source whose turn it is has no more: at any moment a source is ahead by one document at most.
+    # It ends when the source whose turn it is has no more: at any moment a source is ahead by one document at
+    # most.
     assert taken[0] == 5000 or taken[1] == 10000
     assert abs(taken[0] / 0.25 - taken[1] / 0.75) <= max(100 / 0.25, 10 / 0.75)
     first = [document.name for _, document in mixed[:31]]
@@ -98,7 +105,9 @@ def test_without_weights_all_of_every_source() -> None:
 
 
 def test_byte_limit_counts_the_document_that_reaches_it() -> None:
-    """Catches a limit that is off by one document, and one that reads a document too many from the network."""
+    """Catches a limit that is off by one document, and one that reads a document too many from the
+    network.
+    """
     stream = iter(documents("a", [4, 4, 4, 4]))
     assert [d.size for d in limit_bytes(stream, 8)] == [4, 4]
     assert len(list(stream)) == 2
@@ -106,7 +115,9 @@ def test_byte_limit_counts_the_document_that_reaches_it() -> None:
 
 
 def test_fraction_depends_on_the_text_alone() -> None:
-    """Catches a choice that changes with the order, the name or the process, and copies of a text in both splits."""
+    """Catches a choice that changes with the order, the name or the process, and copies of a text in both
+    splits.
+    """
     validation = HoldoutRule(fraction=0.25)
     held_out = {text for text in map(str, range(4000)) if validation.holds_out("a", text)}
     assert held_out == {text for text in map(str, reversed(range(4000))) if validation.holds_out("b", text)}
@@ -126,7 +137,9 @@ def test_documents_are_held_out_whole_by_name() -> None:
     "text", ["a\nbb\nccc\ndddd\n", "no newline at all", "é\né\né\né\né\né\né\né\né\né\n", "x"]
 )
 def test_tail_loses_nothing(text: str) -> None:
-    """Catches a cut that drops or doubles a character, counts characters as bytes, or yields an empty part."""
+    """Catches a cut that drops or doubles a character, counts characters as bytes, or yields an empty
+    part.
+    """
     parts = list(split_document(Document("a", text, len(text.encode())), HoldoutRule(tail=0.3)))
     assert "".join(part.text for _, part in parts) == text
     assert all(part.size == len(part.text.encode()) > 0 for _, part in parts)
@@ -140,7 +153,9 @@ def test_tail_is_cut_at_a_line() -> None:
 
 
 def test_read_documents(tmp_path: Path) -> None:
-    """Catches a reader that splits a document at its own newlines, or passes a file that isn't one of ours."""
+    """Catches a reader that splits a document at its own newlines, or passes a file that isn't one of
+    ours.
+    """
     path = tmp_path / "train.jsonl.zst"
     texts = ["two\nlines\n", "é " * 100_000, "last"]
     with atomic_file(path) as stream:

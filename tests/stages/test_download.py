@@ -51,7 +51,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_outputs_and_manifest(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a document in the wrong split, counts and checksums that aren't the files', lost or repeated conversations."""
+    """Catches a document in the wrong split, counts and checksums that aren't the files', lost or repeated
+    conversations.
+    """
     folder = here / download.FOLDER
     download.run(small())
     assert [text.splitlines()[0] for text in read_documents(here / download.DOCUMENTS["train"])] == [
@@ -109,7 +111,9 @@ def test_a_failed_run_leaves_no_manifest(here: Path) -> None:
 
 
 def test_too_long_conversations_are_counted(here: Path) -> None:
-    """Catches a limit on single messages, one that is off by one, and conversations that vanish without a count."""
+    """Catches a limit on single messages, one that is off by one, and conversations that vanish without a
+    count.
+    """
     pairs = Source("local", files=("pairs.jsonl",))
     section = Conversations("small", (pairs,), HoldoutRule(fraction=0.5), max_chars=len("question 1answer 1"))
     facts = download.write_conversations(section, here / "out")
@@ -118,7 +122,9 @@ def test_too_long_conversations_are_counted(here: Path) -> None:
 
 
 def test_bad_rows_and_empty_answers_are_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches one bad row that ends the run, and rows that are missing from the manifest and from what is printed."""
+    """Catches one bad row that ends the run, and rows that are missing from the manifest and from what is
+    printed.
+    """
     rows: list[dict[str, Any]] = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(20)]
     rows += [{"prompt": "q", "completion": " "}, {"other": 1}, {}]
     (here / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8", newline="\n")
@@ -134,7 +140,9 @@ def test_bad_rows_and_empty_answers_are_counted(here: Path, capsys: pytest.Captu
 
 
 def test_damaged_lines_are_bad_rows(here: Path) -> None:
-    """Catches a cut last line, or one item that is no object, that ends a run of thousands of conversations."""
+    """Catches a cut last line, or one item that is no object, that ends a run of thousands of
+    conversations.
+    """
     rows = [json.dumps({"prompt": f"q{n}", "completion": f"a{n}"}) for n in range(20)]
     (here / "pairs.jsonl").write_text(
         "\n".join([*rows, "{broken", '{"prompt": "q'.ljust(20)]), encoding="utf-8", newline="\n"
@@ -183,7 +191,8 @@ def test_one_held_out_conversation_is_told(here: Path, capsys: pytest.CaptureFix
     assert alone
 
 
-# A fraction of a few documents that holds out none by its hash ended the stage: twenty chats of one's own, say.
+# A fraction of a few documents that holds out none by its hash ended the stage: twenty chats of one's own,
+# say.
 def test_a_fraction_of_few_holds_out_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict[str, Any]] = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(20)]
     (here / "pairs.jsonl").write_text(
@@ -273,7 +282,9 @@ def hub_folder(folder: Path, rows: list[dict[str, Any]], split: str) -> str:
 
 @pytest.mark.parametrize("name", [name for name in shipped("corpus") if name != "shakespeare"])
 def test_shipped_corpora_on_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Catches a shipped file with a wrong key or shape: the hub's datasets stand as folders, the rest as local files."""
+    """Catches a shipped file with a wrong key or shape: the hub's datasets stand as folders, the rest as
+    local files.
+    """
     corpus = load("corpus", name)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()

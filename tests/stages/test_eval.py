@@ -1,4 +1,6 @@
-"""The stage eval: each metric compared with a plain computation; complete, finite and reproducible outputs."""
+"""The stage eval: each metric compared with a plain computation; complete, finite and reproducible
+outputs.
+"""
 
 import csv
 import dataclasses
@@ -68,7 +70,9 @@ def out(
 
 
 def test_metrics_are_complete_finite_and_in_order(out: Path, corpus: Any) -> None:
-    """Would catch a figure that is missing, NaN (no JSON), or lost in a change of names that `dvc metrics diff` compares."""
+    """Would catch a figure that is missing, NaN (no JSON), or lost in a change of names that
+    `dvc metrics diff` compares.
+    """
     metrics = json.loads(
         (out / "metrics.json").read_text(encoding="utf-8"), parse_constant=lambda text: pytest.fail(text)
     )
@@ -130,9 +134,11 @@ def test_the_micro_batch_does_not_change_the_measures(
 
 
 def test_text_is_scored_whole_and_every_head_where_it_predicts(corpus: Any, models: dict[str, Path]) -> None:
-    """Would catch a skipped window, a head compared with the wrong token, and a unigram loss over other tokens.
+    """Would catch a skipped window, a head compared with the wrong token, and a unigram loss over other
+    tokens.
 
-    Plain loops over single windows, in float64 from the same fp32 losses: rounding of the engine's batches leaves 1e-5.
+    Plain loops over single windows, in float64 from the same fp32 losses: rounding of the engine's batches
+    leaves 1e-5.
     """
     model, tokenizer = checkpoint.load(models["base"]), Tokenizer.load(corpus.tokenizer)
     train, val = (
@@ -168,7 +174,9 @@ def test_text_is_scored_whole_and_every_head_where_it_predicts(corpus: Any, mode
 
 
 class Oracle:
-    """A stand-in engine: a target costs 1 nat if it occurred before it in its document, 5 if not, an end of turn 3."""
+    """A stand-in engine: a target costs 1 nat if it occurred before it in its document, 5 if not, an end of
+    turn 3.
+    """
 
     def __init__(self, end_id: int) -> None:
         self.end_id = end_id
@@ -185,7 +193,9 @@ class Oracle:
 
 
 def test_answers_cost_more_after_shuffled_questions(corpus: Any) -> None:
-    """Would catch questions that are not exchanged, answers that differ between both, and end tokens counted as content."""
+    """Would catch questions that are not exchanged, answers that differ between both, and end tokens counted
+    as content.
+    """
     tokenizer = Tokenizer.load(corpus.tokenizer)
     held_out = list(read_conversations(corpus.val))
     answers = scoring.held_out_answers(held_out, tokenizer, context=32, seed=3)
@@ -225,7 +235,8 @@ def test_a_conversation_that_fits_one_way_only_takes_no_part(corpus: Any) -> Non
     assert answer_ids[0] == answer_ids[1] and 1 <= len(true) <= 4
 
 
-# eval failed after all training if one conversation was held out, or none fitted: the other metrics were lost with it.
+# eval failed after all training if one conversation was held out, or none fitted: the other metrics were lost
+# with it.
 @pytest.mark.parametrize(
     ("talks", "context", "missing"),
     [
@@ -318,7 +329,9 @@ class Writer:
 def test_a_reply_ends_by_itself_or_not(
     prompts: list[list[int]], max_tokens: int, lengths: list[int], ended: list[bool]
 ) -> None:
-    """Would catch a cut reply counted as ended, also one that continued beyond a full context, and the end token as text."""
+    """Would catch a cut reply counted as ended, also one that continued beyond a full context, and the end
+    token as text.
+    """
     engine: Any = Writer()
     replies = scoring.write_replies(
         engine, prompts, Sampling(temperature=0), max_tokens=max_tokens, end_id=10
@@ -327,7 +340,9 @@ def test_a_reply_ends_by_itself_or_not(
 
 
 def test_the_unigram_loss_of_its_own_text_is_its_entropy(corpus: Any) -> None:
-    """Would catch counts of the wrong split or width; adding one to each count moves it by less than vocabulary / tokens."""
+    """Would catch counts of the wrong split or width; adding one to each count moves it by less than
+    vocabulary / tokens.
+    """
     tokenizer = Tokenizer.load(corpus.tokenizer)
     nats = scoring.unigram_nats(open_split(corpus.shards, "train", tokenizer.sha256, tokenizer.vocab_size))
     ids = read_shard(corpus.shards / "train_00000.bin")

@@ -1,4 +1,6 @@
-"""The command export: files, names and shapes of both classes, and refusals. tests/parity compares logits with PyTorch."""
+"""The command export: files, names and shapes of both classes, and refusals. tests/parity compares logits
+with PyTorch.
+"""
 
 import json
 import sys
@@ -65,7 +67,9 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
 
 
 def test_euler_parts_are_llamas(tmp_path: Path) -> None:
-    """Would catch rows of q, k, v, gate and up split in the wrong place, padding kept, and a tensor left out."""
+    """Would catch rows of q, k, v, gate and up split in the wrong place, padding kept, and a tensor left
+    out.
+    """
     tensors, config, made = exported(EULER, tmp_path)
     ours = made.weights
     assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"
@@ -90,7 +94,9 @@ def test_euler_parts_are_llamas(tmp_path: Path) -> None:
 
 
 def test_gpt2_parts_are_gpt2s(tmp_path: Path) -> None:
-    """Would catch linear weights that are not transposed, which square ones hide, and a second copy of the tied head."""
+    """Would catch linear weights that are not transposed, which square ones hide, and a second copy of the
+    tied head.
+    """
     tensors, config, made = exported(GPT2, tmp_path)
     ours, block = made.weights, "transformer.h.0."
     assert config["architectures"] == ["GPT2LMHeadModel"] and config["model_type"] == "gpt2"
@@ -137,7 +143,9 @@ def test_mtp_heads_have_their_own_file(tmp_path: Path) -> None:
 
 
 def test_token_ids_and_chat_template(tmp_path: Path) -> None:
-    """Would catch a pad token that ends texts, an answer that never ends, and a template without a mask of the answers."""
+    """Would catch a pad token that ends texts, an answer that never ends, and a template without a mask of
+    the answers.
+    """
     exported(EULER, tmp_path)
     ids = json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8"))
     separator, end, pad = (TOKENIZER.special[name] for name in ("<|endoftext|>", "<|end|>", "<|pad|>"))
@@ -232,7 +240,8 @@ def test_arguments_are_validated(
     assert list(tmp_path.iterdir()) == []
 
 
-# The tokenizer of a base model's export begins every text with the separator; it must stay the tokenizer of its checkpoint.
+# The tokenizer of a base model's export begins every text with the separator; it must stay the tokenizer of
+# its checkpoint.
 def test_the_separator_begins_the_texts_of_a_base_model(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     for kind, first in (("base", [TOKENIZER.special["<|endoftext|>"]]), ("chat", [])):
@@ -262,7 +271,9 @@ def test_the_separator_begins_the_texts_of_a_base_model(tmp_path: Path) -> None:
     ],
 )
 def test_kind_of_a_model(model: str, given: str, kind: str | None) -> None:
-    """Would catch a chat model exported with a separator before texts, because its folder has another name."""
+    """Would catch a chat model exported with a separator before texts, because its folder has another
+    name.
+    """
     if kind is None:
         with pytest.raises(ValueError, match=r"^kind: expected base or chat, got other$"):
             export.kind_of(model, given)

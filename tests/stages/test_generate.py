@@ -41,7 +41,8 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
     return 0
 
 
-# The model must read the separator before the prompt. The output contains the prompt; a special token ends it and is not shown.
+# The model must read the separator before the prompt. The output contains the prompt; a special token ends it
+# and is not shown.
 def test_goes_on_with_the_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine = scripted(monkeypatch, [*ids("MEO"), SEPARATOR])
     generate.run(["--prompt", "RO", "--temperature", "0"])
@@ -59,7 +60,8 @@ def test_special_tokens_in_the_prompt_are_text(
     assert capsys.readouterr().out == "<|end|>{x}%s\n"
 
 
-# A prompt from a pipe is bytes: decoded with the locale's encoding, or stripped of its last newline, it is another one.
+# A prompt from a pipe is bytes: decoded with the locale's encoding, or stripped of its last newline, it is
+# another one.
 def test_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted(monkeypatch, [SEPARATOR])
     piped = b"\xc3\xa9\xff line\n"
@@ -77,7 +79,8 @@ def test_streams_whole_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [text for text in shown if text] == ["a", "\u20ac", "\U0001f600", "\ufffd\n"]
 
 
-# Without --count's own seeds all texts are one; with another seed the same call must give others, with the same one the same.
+# Without --count's own seeds all texts are one; with another seed the same call must give others, with the
+# same one the same.
 def test_seeds(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def texts(*argv: str) -> list[str]:
         generate.run(["--max-tokens", "12", *argv])
@@ -112,7 +115,8 @@ def test_goes_on_beyond_the_context(
     assert capsys.readouterr().out == text + "\n"
 
 
-# What a user meets first is a missing model: the message has to say what makes it, in one line and without a traceback.
+# What a user meets first is a missing model: the message has to say what makes it, in one line and without a
+# traceback.
 @pytest.mark.parametrize("missing", ["data/train_bpe/tokenizer.json", "data/sft/checkpoint/model.json"])
 def test_missing_file_is_one_line(
     trained: Path, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -203,8 +207,8 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "ab"
 
 
-# An untrained model writes escape sequences as often as letters; on a terminal they would clear it or worse. Redirected
-# output has to stay what was written.
+# An untrained model writes escape sequences as often as letters; on a terminal they would clear it or worse.
+# Redirected output has to stay what was written.
 def test_control_characters_stay_off_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,6 @@
-"""Datasets of the hub through a folder of the same shape: streamed, cut to columns, kept in parts, gone on with."""
+"""Datasets of the hub through a folder of the same shape: streamed, cut to columns, kept in parts, gone on
+with.
+"""
 
 import itertools
 from pathlib import Path
@@ -29,7 +31,9 @@ STORIES = [{"text": f"story {row}"} for row in range(60)]
 
 
 def test_rows_of_a_folder_in_order(dataset: Path) -> None:
-    """Catches rows out of order, further columns that are fetched for nothing, and a cache that hides a changed folder."""
+    """Catches rows out of order, further columns that are fetched for nothing, and a cache that hides a
+    changed folder.
+    """
     revision, rows = hub.hub_rows(Source("hf", dataset=str(dataset)), ("text", "absent"))
     assert revision is None
     assert list(rows) == STORIES

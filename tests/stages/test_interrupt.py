@@ -11,7 +11,8 @@ def silent(line: str) -> None:
     pass
 
 
-# Would catch a user who does not know for minutes whether the key was heard, and a line that names the wrong signal.
+# Would catch a user who does not know for minutes whether the key was heard, and a line that names the wrong
+# signal.
 @pytest.mark.parametrize(
     ("number", "said"), [(signal.SIGINT, "Ctrl-C: saving"), (signal.SIGTERM, "SIGTERM: saving")]
 )
@@ -67,7 +68,8 @@ def test_a_second_one_stops_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-# Would catch a traceback instead of a saved step, if the signal arrives while a line is printed or nobody reads the output.
+# Would catch a traceback instead of a saved step, if the signal arrives while a line is printed or nobody
+# reads the output.
 @pytest.mark.parametrize(
     "error", [RuntimeError("reentrant call inside <_io.BufferedWriter>"), BrokenPipeError()]
 )

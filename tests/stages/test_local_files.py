@@ -81,7 +81,8 @@ def test_a_link_to_a_folder_elsewhere_is_named() -> None:
     assert found("all/**/*") == ["all/b.txt"]
 
 
-# Opening a pipe waits for ever; a broken link that is skipped is a text that nobody misses until the model is trained.
+# Opening a pipe waits for ever; a broken link that is skipped is a text that nobody misses until the model is
+# trained.
 @pytest.mark.parametrize("kind", ["pipe", "socket", "broken link", "link to itself", "link to a device"])
 def test_what_is_no_file_is_named(kind: str) -> None:
     make("t/a.txt")

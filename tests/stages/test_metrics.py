@@ -30,7 +30,9 @@ def progress(step: int, steps: int = 1000, val_bpb: float | None = 2.5) -> Progr
 
 
 def test_speed_is_that_of_an_undisturbed_step() -> None:
-    """Would catch a figure that one slow step pulls down, and a time left that forgets validation or trusts the first step."""
+    """Would catch a figure that one slow step pulls down, and a time left that forgets validation or trusts
+    the first step.
+    """
     speed = Speed()
     assert speed.add(60.0) == 60.0
     assert speed.left_s(steps=100, here_s=60.0) is None
@@ -62,7 +64,9 @@ def test_plain_lines_are_few_and_hold_every_figure(capsys: pytest.CaptureFixture
 
 
 def test_live_display_draws_every_figure_and_keeps_lines() -> None:
-    """Would catch a display that fails before the first step or first validation, or takes [brackets] for markup."""
+    """Would catch a display that fails before the first step or first validation, or takes [brackets] for
+    markup.
+    """
     out = io.StringIO()
     with LiveDisplay(
         "pretrain", Console(file=out, force_terminal=True, width=120, color_system=None)
@@ -130,8 +134,8 @@ def curve(steps: int, rows: Rows | None = None) -> Rows:
 
 @pytest.mark.parametrize("steps", [1, 2, 999, 1000, 1001, 1002, 1999, 2001, 2002, 4003, 10000])
 def test_a_curve_depends_only_on_the_steps_done(steps: int) -> None:
-    """Would catch a CSV of a line a step, which Git keeps; a first or newest step that is not shown; and a curve that a run
-    of other steps, or a resumed one, has otherwise."""
+    """Would catch a CSV of a line a step, which Git keeps; a first or newest step that is not shown; and a
+    curve that a run of other steps, or a resumed one, has otherwise."""
     every = 1
     while steps // every > MAX_ROWS:
         every *= 2

@@ -13,7 +13,8 @@ PAD, USER, ASSISTANT, END = 1, 2, 3, 4
 
 
 def rendered(lengths: list[int], seed: int = 0) -> Rendered:
-    """Conversations of given lengths (at least 3): <|user|>, text of which some is supervised, <|end|>, which is supervised.
+    """Conversations of given lengths (at least 3): <|user|>, text of which some is supervised, <|end|>, which
+    is supervised.
 
     The text of conversation n is the numbers from 1000 n on, so that every token says where it belongs.
     """
@@ -40,7 +41,8 @@ def unpack(batch: Batch) -> list[list[tuple[list[int], list[bool]]]]:
             (places,) = np.nonzero(document == number)
             assert not padding[places].any()
             assert np.array_equal(places, np.arange(places[0], places[-1] + 1))
-            # The weight at t belongs to the token at t + 1; the first token is never supervised, nor the one after the last.
+            # The weight at t belongs to the token at t + 1; the first token is never supervised, nor the one
+            # after the last.
             assert weight[places[-1]] == 0
             row.append((tokens[places].tolist(), [False, *(weight[places[:-1]] == 1).tolist()]))
         assert not weight[padding].any()
@@ -64,12 +66,15 @@ def test_pack_places_each_once_within_the_room(lengths: list[int]) -> None:
     assert sorted(place for row in rows for place in row) == list(range(len(lengths)))
     filled = sorted(sum(lengths[place] for place in row) for row in rows)
     assert all(0 < size <= 20 for size in filled)
-    # A row is opened only if no other row has room, so any two rows together hold more than one row's context.
+    # A row is opened only if no other row has room, so any two rows together hold more than one row's
+    # context.
     assert len(filled) < 2 or filled[0] + filled[1] > 20
 
 
 def test_pack_takes_the_row_with_the_least_room() -> None:
-    """Catches first-fit, which leaves more padding: 4 belongs after 6, not after 5, though that row came first."""
+    """Catches first-fit, which leaves more padding: 4 belongs after 6, not after 5, though that row came
+    first.
+    """
     assert pack([5, 6, 4, 5], 10) == [[0, 3], [1, 2]]
 
 
@@ -78,7 +83,9 @@ def test_pack_takes_the_row_with_the_least_room() -> None:
 def test_unpacking_an_epoch_gives_back_every_conversation(
     lengths: list[int], micro_batch: int, epoch: int
 ) -> None:
-    """Catches conversations split, dropped, repeated or mixed, weights shifted by one, and a row with nothing to learn."""
+    """Catches conversations split, dropped, repeated or mixed, weights shifted by one, and a row with nothing
+    to learn.
+    """
     data = rendered(lengths)
     batches = SftBatches(data, micro_batch=micro_batch, context=20, pad_id=PAD, seed=3)
     first, last = epoch * batches.rows, (epoch + 1) * batches.rows
@@ -91,7 +98,9 @@ def test_unpacking_an_epoch_gives_back_every_conversation(
 @settings(deadline=None)
 @given(lengths_strategy, st.integers(1, 5))
 def test_evaluation_has_every_conversation_once(lengths: list[int], micro_batch: int) -> None:
-    """Catches held-out conversations dropped with the last partial batch, and a wrong map from documents to conversations."""
+    """Catches held-out conversations dropped with the last partial batch, and a wrong map from documents to
+    conversations.
+    """
     data = rendered(lengths)
     held_out = EvalConversations(data, micro_batch=micro_batch, context=20, pad_id=PAD)
     every, seen = conversations_of(data), []
@@ -126,7 +135,9 @@ def test_conversation_as_long_as_the_context() -> None:
 
 
 def test_batch_is_a_function_of_index_and_seed() -> None:
-    """Catches hidden state, such as the order of the epoch that was read last: resuming must read the same."""
+    """Catches hidden state, such as the order of the epoch that was read last: resuming must read the
+    same.
+    """
     data = rendered([3 + n % 9 for n in range(50)])
     straight = SftBatches(data, micro_batch=4, context=20, pad_id=PAD, seed=3)
     forward = [straight.batch(index).tokens for index in range(40)]

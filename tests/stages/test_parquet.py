@@ -1,4 +1,6 @@
-"""Parquet files: the used columns alone, a row at a time, and one line where a value or a file cannot be had."""
+"""Parquet files: the used columns alone, a row at a time, and one line where a value or a file cannot be
+had.
+"""
 
 import datetime
 import io
@@ -78,7 +80,9 @@ def test_a_column_that_holds_no_text_is_named(
 
 
 def test_columns_of_one_name_and_none_of_the_wanted() -> None:
-    """Would catch one of two columns that is taken at random, and a file that gives nothing without a word."""
+    """Would catch one of two columns that is taken at random, and a file that gives nothing without a
+    word.
+    """
     twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
     with pytest.raises(ValueError, match=r"^a\.parquet: two columns are named 'text'; rename one of them"):
         rows(written(twice), "text")
@@ -149,7 +153,8 @@ def sample(rng: random.Random) -> str | None:
     return "".join(rng.choice(pieces) for _ in range(rng.randint(0, rng.choice([3, 100, 3000]))))
 
 
-# Our own reading of large pages against pyarrow's: a value at the wrong place is another text under the same name.
+# Our own reading of large pages against pyarrow's: a value at the wrong place is another text under the same
+# name.
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("dictionary", [True, False])
 @pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "zstd"])

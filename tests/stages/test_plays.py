@@ -80,12 +80,16 @@ Sir?
 
 
 def test_printed_play() -> None:
-    """Catches marks left in the text, lost words, names that share a line, and directions that split a speech."""
+    """Catches marks left in the text, lost words, names that share a line, and directions that split a
+    speech.
+    """
     assert printed_play(PLAY) == PRINTED
 
 
 def test_scenes_hold_spoken_words_alone() -> None:
-    """Catches directions or names in the words, speeches joined across scenes, one speaker answering himself."""
+    """Catches directions or names in the words, speeches joined across scenes, one speaker answering
+    himself.
+    """
     assert list(scenes(PLAY)) == [
         [
             ("ROMEO", "She speaks:\nO, speak again, 'bright angel'--\nWhat was that?"),

@@ -60,7 +60,8 @@ def test_nothing_is_said_before_there_are_files(tmp_path: Path, settings_with: M
     assert list(objections(stage, settings_with(), tmp_path)) == []
 
 
-# The report would show a text that the model never read: generation cuts a prompt to the last half of the context.
+# The report would show a text that the model never read: generation cuts a prompt to the last half of the
+# context.
 def test_prompts_longer_than_the_context(root: Path, settings_with: Make) -> None:
     long = settings_with(
         "eval.prompts=['a', '" + "xyz " * 40 + "']", "eval.chat_prompts=['" + "xyz " * 40 + "']"

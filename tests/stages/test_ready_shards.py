@@ -48,7 +48,9 @@ def gpt2(tmp_path: Path) -> Tokenizer:
 
 @pytest.fixture
 def files(tmp_path: Path, gpt2: Tokenizer) -> dict[str, list[int]]:
-    """The folder `fineweb` and the ids of its files: two of train, of which the second begins within a document."""
+    """The folder `fineweb` and the ids of its files: two of train, of which the second begins within a
+    document.
+    """
     separator, texts = gpt2.special[SEPARATOR], [gpt2.encode(text).tolist() for text in TEXTS]
     made = {
         "fineweb_train_000001.bin": [separator, *texts[0], separator, *texts[1][:3]],
@@ -78,7 +80,8 @@ def run(folder: Path, take: Path) -> dict[str, ShardSet]:
     }
 
 
-# Files copied, taken in another order or read with another vocabulary; bytes and documents that bits per byte gets wrong.
+# Files copied, taken in another order or read with another vocabulary; bytes and documents that bits per byte
+# gets wrong.
 @pytest.mark.parametrize("relative", [False, True])
 def test_files_are_one_stream(
     tmp_path: Path,
@@ -109,7 +112,8 @@ def test_files_are_one_stream(
     assert batch.tokens[2].tolist() == ids[start : start + 8]
 
 
-# A byte that changed since, or a folder that moved, reported as a fault of data/shard, which `dvc repro` could fix.
+# A byte that changed since, or a folder that moved, reported as a fault of data/shard, which `dvc repro`
+# could fix.
 def test_changed_and_moved_files_name_shard_take(tmp_path: Path, files: dict[str, list[int]]) -> None:
     folder = tmp_path / "fineweb"
     splits = run(tmp_path, folder)
@@ -181,7 +185,8 @@ SPOIL: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-# A file of another project or another vocabulary that is taken, or refused without its name, the place and what to do.
+# A file of another project or another vocabulary that is taken, or refused without its name, the place and
+# what to do.
 @pytest.mark.parametrize("fault", SPOIL)
 def test_unfit_files_are_named(
     tmp_path: Path, files: dict[str, list[int]], fault: str, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +208,8 @@ def test_missing_folder_is_named(tmp_path: Path, gpt2: Tokenizer) -> None:
         run(tmp_path, tmp_path / "nowhere")
 
 
-# The fixture's own promise: a vocabulary that starts with the bytes, as GPT-2's does, and whose separator is its last id.
+# The fixture's own promise: a vocabulary that starts with the bytes, as GPT-2's does, and whose separator is
+# its last id.
 def test_fixture_is_like_gpt2s(gpt2: Tokenizer) -> None:
     assert gpt2.token_bytes[:256] == [bytes([byte]) for byte in BYTE_ORDER]
     assert gpt2.special == {SEPARATOR: 270}

@@ -31,7 +31,9 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 
 @pytest.mark.parametrize("suffix", ["", ".zst", ".gz"])
 def test_local_files_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    """Catches a kind or compression that reads other documents, an order that depends on the file system, empty ones."""
+    """Catches a kind or compression that reads other documents, an order that depends on the file system,
+    empty ones.
+    """
     packs: dict[str, Callable[[bytes], bytes]] = {
         "": bytes,
         ".zst": zstandard.ZstdCompressor().compress,
@@ -55,7 +57,9 @@ def test_local_files_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_output_does_not_tell_where_the_files_lie(tmp_path: Path) -> None:
-    """Catches folders of this machine in documents and manifest, which would differ from machine to machine."""
+    """Catches folders of this machine in documents and manifest, which would differ from machine to
+    machine.
+    """
     (tmp_path / "a.txt").write_text("text", encoding="utf-8", newline="\n")
     source = Source("local", files=(str(tmp_path / "*.txt"),))
     assert texts(source) == [("a.txt", "text")]

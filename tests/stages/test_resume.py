@@ -110,8 +110,9 @@ def test_leftovers_of_a_kill_are_ignored_and_removed(tmp_path: Path) -> None:
         }
 
 
-# Would catch work repeated after a kill before DVC's lock or after `git checkout .`: pretrain's gone as soon as sft runs, or as
-# soon as a run of other settings merely starts. And a disk that fills, and an interrupted run thrown away.
+# Would catch work repeated after a kill before DVC's lock or after `git checkout .`: pretrain's gone as soon
+# as sft runs, or as soon as a run of other settings merely starts. And a disk that fills, and an interrupted
+# run thrown away.
 def test_finished_work_stays_until_other_work_of_its_stage_is_finished(tmp_path: Path) -> None:
     own, interrupted = (
         make(WORK, tmp_path, 5, 7),
@@ -138,7 +139,8 @@ def test_finished_work_stays_until_other_work_of_its_stage_is_finished(tmp_path:
     )
 
 
-# Would catch folders of a version before this one, marked without the stage's name, that nothing ever removes.
+# Would catch folders of a version before this one, marked without the stage's name, that nothing ever
+# removes.
 def test_finished_work_of_an_older_version_is_removed(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "finished").touch()
@@ -157,8 +159,8 @@ def test_the_state_before_the_cool_down_is_kept(tmp_path: Path) -> None:
         assert steps(resume) == [15, 20]
 
 
-# Would catch a longer run that repeats finished work, or resumes within the cool-down or from a foreign state. Also a shorter
-# one that begins after its own cool-down.
+# Would catch a longer run that repeats finished work, or resumes within the cool-down or from a foreign
+# state. Also a shorter one that begins after its own cool-down.
 @pytest.mark.parametrize(
     ("work", "saved", "expected"),
     [
@@ -189,8 +191,8 @@ def test_a_run_of_another_length_goes_on_from_the_newest_common_state(
     assert earlier.folder.exists()
 
 
-# Would catch a damaged state of an earlier run that is used, and an earlier run that is removed before the longer one
-# finishes.
+# Would catch a damaged state of an earlier run that is used, and an earlier run that is removed before the
+# longer one finishes.
 def test_an_earlier_run_is_read_with_the_same_care(tmp_path: Path) -> None:
     earlier = make(WSD, tmp_path, 10, 15, 20)
     damaged = next(earlier.folder.glob("000000015-*"))
@@ -230,7 +232,8 @@ def test_a_second_run_waits_for_the_first_and_says_so(tmp_path: Path) -> None:
 def test_a_killed_run_frees_its_lock(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from stages.resume import ResumeFolder, Work\n"
-        "ResumeFolder(Work('pretrain', 'trunk', 100, 0), Path(sys.argv[1])).__enter__(); os.kill(os.getpid(), 9)"
+        "ResumeFolder(Work('pretrain', 'trunk', 100, 0), Path(sys.argv[1])).__enter__(); "
+        "os.kill(os.getpid(), 9)"
     )
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=resume_module.REPOSITORY, timeout=60, check=False
@@ -248,8 +251,8 @@ def test_resume_root_is_the_main_checkout(monkeypatch: pytest.MonkeyPatch) -> No
     assert resume_module.resume_root() == Path(".nanoeuler/resume")
 
 
-# Would catch a run resumed with other data, other parameters, or files that swapped their contents; and one that is not resumed
-# after a move to another folder.
+# Would catch a run resumed with other data, other parameters, or files that swapped their contents; and one
+# that is not resumed after a move to another folder.
 def test_fingerprint_changes_with_all_it_covers(tmp_path: Path) -> None:
     def made(folder: str, content: str = "x", index: str = "{}", lr: float = 0.1) -> str:
         (tmp_path / folder / "shards").mkdir(parents=True)

@@ -29,7 +29,9 @@ def rows(data: bytes | str, name: str = "a.jsonl") -> list[tuple[str, Any]]:
     ],
 )
 def test_broken_line_is_named(line: bytes, message: str) -> None:
-    """Catches a number that counts rows instead of lines (the second one is empty), and a traceback instead of a line."""
+    """Catches a number that counts rows instead of lines (the second one is empty), and a traceback instead
+    of a line.
+    """
     first, bad, last = rows(b'{"text": "one"}\n\n' + line + b'\n{"text": "two"}\n')
     assert first == ("a.jsonl, line 1", {"text": "one"}) and last == ("a.jsonl, line 4", {"text": "two"})
     assert isinstance(bad[1], ValueError) and str(bad[1]).startswith(message)

@@ -46,7 +46,8 @@ def test_model_has_the_fields_of_the_engines_configuration() -> None:
     ]
 
 
-# A key that is silently ignored (a typo) or replaced by a default would train something else than what was asked for.
+# A key that is silently ignored (a typo) or replaced by a default would train something else than what was
+# asked for.
 @pytest.mark.parametrize("section", [field.name for field in fields(Settings)])
 def test_missing_and_unknown_keys_are_named(section: str) -> None:
     without = values()
@@ -294,9 +295,9 @@ def test_stage_main_hands_over_settings(
     assert "key=value" in capsys.readouterr().out
 
 
-# Two stages at once would write the same files, or one would read files that the other replaces. A waiting stage must not run
-# after a later one and replace its outputs. The process that holds the lock is killed, as its `dvc` may have been
-# before: a lock that outlives it would be waited for without end.
+# Two stages at once would write the same files, or one would read files that the other replaces. A waiting
+# stage must not run after a later one and replace its outputs. The process that holds the lock is killed, as
+# its `dvc` may have been before: a lock that outlives it would be waited for without end.
 def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
     held = "import time; from stages.program import stage_lock\n"
     held += "with stage_lock('shard'): print('held', flush=True); time.sleep(60)"
@@ -316,7 +317,8 @@ def test_a_second_stage_in_the_checkout_waits(root: Path) -> None:
             line = second.stdout.readline()
             assert (
                 line
-                == f"pretrain: waiting for shard (process {first.pid}), which runs in this checkout; Ctrl-C gives up\n"
+                == f"pretrain: waiting for shard (process {first.pid}), which runs in this checkout; Ctrl-C "
+                "gives up\n"
             )
             with start(waits) as third:
                 assert third.stdout and third.stdout.readline() == line
@@ -352,7 +354,8 @@ KEPT = [
 ]
 
 
-# `dvc exp run` composes conf/ again: overrides that `--write` had put only into params.yaml were lost silently.
+# `dvc exp run` composes conf/ again: overrides that `--write` had put only into params.yaml were lost
+# silently.
 @pytest.mark.parametrize("overrides", KEPT, ids=" ".join)
 def test_kept_overrides_stay_in_every_later_composition(root: Path, overrides: list[str]) -> None:
     expected = compose(root, overrides)
@@ -390,7 +393,8 @@ def test_compose_keeps_what_is_kept(root: Path) -> None:
     params.run(["--check"])
 
 
-# A library that turns Ctrl-C into its own error led to "error: params.yaml: ...", with advice to regenerate it.
+# A library that turns Ctrl-C into its own error led to "error: params.yaml: ...", with advice to regenerate
+# it.
 @pytest.mark.parametrize("error", [ValueError("params.yaml: broken"), KeyError("sources")])
 def test_an_interrupt_that_a_library_turns_into_an_error(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -78,7 +78,8 @@ def test_starts_from_the_base_model_and_learns(corpus: Any, base: Path, settings
 
 
 def test_validation_is_the_loss_of_the_held_out_answers(corpus: Any, base: Path, settings_with: Make) -> None:
-    """Would catch questions or padding in the loss, a conversation lost in packing, or attention across conversations.
+    """Would catch questions or padding in the loss, a conversation lost in packing, or attention across
+    conversations.
 
     Each conversation alone in its row gives the packed figure but for rounding: 1e-5 of it.
     """
@@ -111,7 +112,8 @@ def test_the_same_run_gives_the_same_bytes(
 
 
 def test_packed_conversations_are_learnt_as_if_each_stood_alone(corpus: Any) -> None:
-    """Would catch attention, positions, weights or heads' targets that see a neighbour in the row, or what the padding adds.
+    """Would catch attention, positions, weights or heads' targets that see a neighbour in the row, or what
+    the padding adds.
 
     Loss sums and gradients of all heads, in float64, where only the order of sums differs between the two.
     """

@@ -1,4 +1,6 @@
-"""The stage shard: a separator before each document, honest counts, bounded memory, and folders that are whole or refused."""
+"""The stage shard: a separator before each document, honest counts, bounded memory, and folders that are
+whole or refused.
+"""
 
 import json
 import zlib
@@ -67,7 +69,9 @@ def crc32_of(ids: list[int]) -> str:
 def test_stage_writes_what_it_says(
     tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a lost separator, bytes counted as characters (bits per byte!), and counts that don't match the files."""
+    """Catches a lost separator, bytes counted as characters (bits per byte!), and counts that don't match the
+    files.
+    """
     run(tmp_path, ["Ab\u00e9", "", "\U0001f600 z"], ["val"], tokens_per_shard=6)
     split = open_split(tmp_path / "shard", "train", tokenizer.sha256, 257)
     expected = [SEPARATOR, *"Ab\u00e9".encode(), SEPARATOR, SEPARATOR, *"\U0001f600 z".encode()]
@@ -94,7 +98,9 @@ def test_stage_writes_what_it_says(
 
 
 def test_real_tokenizer_gives_the_text_back(tmp_path: Path) -> None:
-    """Catches, from documents to shards to text, a document merged with its neighbour, and a shard read with the wrong ids."""
+    """Catches, from documents to shards to text, a document merged with its neighbour, and a shard read with
+    the wrong ids.
+    """
     train = ["to be, or not to be\r\n", "", " that is \u2014 the <|endoftext|> question", "\0\t\U0001f600"]
     tokenizer = Tokenizer.train(train * 3, 280, ["<|pad|>", "<|endoftext|>"])
     tokenizer.save(tmp_path / "tokenizer.json")
@@ -169,14 +175,18 @@ def test_lone_surrogate_is_named() -> None:
 @settings(deadline=None)
 @given(st.lists(st.text(max_size=6), max_size=20), st.integers(1, 30))
 def test_batches_keep_order_and_size(documents: list[str], size: int) -> None:
-    """Catches a document lost at a batch's border, and batches that grow beyond the bound and one document."""
+    """Catches a document lost at a batch's border, and batches that grow beyond the bound and one
+    document.
+    """
     batches = list(shard.batches_of_text(iter(documents), size))
     assert [text.decode() for texts in batches for text in texts] == documents
     assert all(sum(map(len, texts[:-1])) < size for texts in batches)
 
 
 def test_documents_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a stage that holds the corpus in memory: no document is read before those of earlier batches are written."""
+    """Catches a stage that holds the corpus in memory: no document is read before those of earlier batches
+    are written.
+    """
     monkeypatch.setattr(shard, "BATCH_BYTES", 5000)
     tokenizer: Any = ByteTokenizer("<|endoftext|>")
     ahead = []

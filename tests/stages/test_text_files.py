@@ -1,4 +1,6 @@
-"""Plain and compressed text files, their error messages, and files that appear only when they are complete."""
+"""Plain and compressed text files, their error messages, and files that appear only when they are
+complete.
+"""
 
 import errno
 import gzip
@@ -51,13 +53,16 @@ def test_cut_off_and_foreign_files(suffix: str) -> None:
 
 
 def test_text_is_utf8_with_one_newline() -> None:
-    """Catches a byte order mark or carriage returns that become tokens, and bytes that are replaced without a word."""
+    """Catches a byte order mark or carriage returns that become tokens, and bytes that are replaced without a
+    word.
+    """
     assert read_text(BytesIO("\ufeffa\r\nb\n".encode()), "a.txt") == "a\nb\n"
     with pytest.raises(ValueError, match=r"a\.txt: not UTF-8 at byte 3; convert the file to UTF-8"):
         read_text(BytesIO(b"abc\xe9d"), "a.txt")
 
 
-# Old-Mac and Windows line ends, and those at the seam of two chunks, must not join or split lines, nor reach the text.
+# Old-Mac and Windows line ends, and those at the seam of two chunks, must not join or split lines, nor reach
+# the text.
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_every_line_end(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = end.join(['{"text": "a\\r\\n"}', "", '{"text": "b"}']).encode()
@@ -116,7 +121,8 @@ def test_compressed_as_tools_write(
     assert read_text(BytesIO(data), name) == "line\n" * 1000
 
 
-# Bytes after the last frame that are not zero may be a second file that was cut off. Dropping them silently loses text.
+# Bytes after the last frame that are not zero may be a second file that was cut off. Dropping them silently
+# loses text.
 def test_garbage_after_the_end_is_named() -> None:
     with pytest.raises(ValueError, match=r"a\.txt\.gz: damaged, or not a \.gz file"):
         read_text(BytesIO(PACK[".gz"](b"line\n") + bytes(4) + b"more"), "a.txt.gz")
@@ -168,7 +174,9 @@ def test_file_appears_only_when_complete(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path: Path) -> None:
-    """Catches a full disk that destroys the last good file, leaves half of the new one, or surfaces as a traceback."""
+    """Catches a full disk that destroys the last good file, leaves half of the new one, or surfaces as a
+    traceback.
+    """
     path = tmp_path / "file.txt"
     write_text(path, "old")
     with (
@@ -191,7 +199,9 @@ def test_what_a_source_fails_with_is_not_blamed_on_the_file(tmp_path: Path) -> N
 
 
 def test_row_writer_reports_the_files_sha256(tmp_path: Path) -> None:
-    """Catches a checksum of something else than the bytes on the disk, and bytes that change from run to run."""
+    """Catches a checksum of something else than the bytes on the disk, and bytes that change from run to
+    run.
+    """
     import hashlib
 
     digests = []

@@ -1,4 +1,6 @@
-"""Words, merges, ids and files of the tokenizer, against naive references, `regex` and Hugging Face `tokenizers`."""
+"""Words, merges, ids and files of the tokenizer, against naive references, `regex` and Hugging Face
+`tokenizers`.
+"""
 
 import argparse
 import difflib
@@ -30,11 +32,12 @@ REFERENCE_TEXT = "".join(
     Path(str(module.__file__)).read_text(encoding="utf-8") for module in (argparse, difflib)
 )[:60_000]
 
-# Text in which every alternative of the pattern and its edges occur often: contractions, runs of white space of one to four
-# bytes, letters, numbers and signs of one to four bytes, special tokens as typed text, newer and unassigned characters.
+# Text in which every alternative of the pattern and its edges occur often: contractions, runs of white space
+# of one to four bytes, letters, numbers and signs of one to four bytes, special tokens as typed text, newer
+# and unassigned characters.
 PIECES = [" ", "  ", "\n", "\t", "\r\n", "\u00a0", "\u3000", "\u2003", "\x1c", "\x85", "'", "'s", "'ll", "'ve", "'S", "'l", "a",
-          "re", "the", "\u00e9", "\u4e2d\u6587", "\U0001d49c", "1", "23", "\u0665", "\u00bd", "!", "<|user|>", "--", "\U0001f600",
-          "\u0301", "\u0378", "\U000e0100"]  # fmt: skip
+          "re", "the", "\u00e9", "\u4e2d\u6587", "\U0001d49c", "1", "23", "\u0665", "\u00bd", "!", "<|user|>",
+          "--", "\U0001f600", "\u0301", "\u0378", "\U000e0100"]  # fmt: skip
 TEXTS = st.one_of(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st.text(max_size=40))
 BYTES = st.one_of(TEXTS.map(str.encode), st.binary(max_size=40), st.tuples(TEXTS, st.binary(max_size=4)).map(
     lambda pair: pair[1] + pair[0].encode() + pair[1]))  # fmt: skip
@@ -52,7 +55,9 @@ def words_of(data: bytes) -> list[bytes]:
 
 
 def reference_words(data: bytes) -> list[bytes]:
-    """The words that the pattern finds, an ill-formed byte standing as one lone surrogate, which is no letter or number."""
+    """The words that the pattern finds, an ill-formed byte standing as one lone surrogate, which is no letter
+    or number.
+    """
     regex = pytest.importorskip("regex")
     found = regex.findall(GPT2_PATTERN, data.decode("utf-8", "surrogateescape"))
     return [word.encode("utf-8", "surrogateescape") for word in found]
@@ -129,14 +134,16 @@ def test_character_classes_are_regexs() -> None:
     assert [hex(code) for code in wrong] == []
 
 
-# A wrong alternative, its order, the look-ahead, a character decoded wrongly or read past the end, for any bytes.
+# A wrong alternative, its order, the look-ahead, a character decoded wrongly or read past the end, for any
+# bytes.
 @given(BYTES)
 @settings(max_examples=500, deadline=None)
 def test_words_are_the_patterns(data: bytes) -> None:
     assert words_of(data) == reference_words(data)
 
 
-# A document cut for the threads inside a word, or where the look-ahead would have seen on, would give other words.
+# A document cut for the threads inside a word, or where the look-ahead would have seen on, would give other
+# words.
 @given(st.lists(TEXTS.map(str.encode), max_size=4), st.integers(1, 9))
 @settings(max_examples=200, deadline=None)
 def test_cut_documents_have_the_same_words(documents: list[bytes], piece_bytes: int) -> None:
@@ -170,7 +177,8 @@ def test_merges_of_a_real_text_are_the_naive_ones() -> None:
     assert tokenizer.merges == expected
 
 
-# Merges that another trainer would not learn from the same text: the tie-break or the counts differ from the stated rule.
+# Merges that another trainer would not learn from the same text: the tie-break or the counts differ from the
+# stated rule.
 def test_merges_are_those_of_hugging_face(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -210,7 +218,8 @@ def test_lone_surrogates_are_three_bytes() -> None:
     )
 
 
-# A merge applied out of order, a cached word that answers for another one, a special token made from typed text.
+# A merge applied out of order, a cached word that answers for another one, a special token made from typed
+# text.
 @given(BYTES)
 @settings(max_examples=300, deadline=None)
 def test_ids_are_the_naive_ones(data: bytes) -> None:
@@ -220,8 +229,9 @@ def test_ids_are_the_naive_ones(data: bytes) -> None:
     assert not set(ids) & set(tokenizer.special.values())
 
 
-# A tokenizer.json that means something else to Hugging Face's library than to us. Characters that this Python's Unicode does
-# not have are left out: that library's table is older than ours. So are special tokens, which it finds in typed text.
+# A tokenizer.json that means something else to Hugging Face's library than to us. Characters that this
+# Python's Unicode does not have are left out: that library's table is older than ours. So are special tokens,
+# which it finds in typed text.
 def test_ids_are_those_of_hugging_face(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer, _ = trained()
@@ -245,7 +255,8 @@ def test_ids_are_those_of_hugging_face(tmp_path: Path) -> None:
     assert tokenizer.encode(REFERENCE_TEXT).tolist() == theirs.encode(REFERENCE_TEXT).ids
 
 
-# Ids that depend on what was encoded before, on the other texts of a batch, or on the threads; a lost empty text.
+# Ids that depend on what was encoded before, on the other texts of a batch, or on the threads; a lost empty
+# text.
 def test_batches_are_the_texts_one_by_one() -> None:
     tokenizer, _ = trained()
     texts: list[str | bytes] = [
@@ -298,7 +309,8 @@ def test_large_ids_merge() -> None:
     assert tokenizer.encode("YZZY").tolist() == [len(token_bytes) - 1]
 
 
-# Two runs, or two numbers of threads, that write different files; a file that changes when it is read and written again.
+# Two runs, or two numbers of threads, that write different files; a file that changes when it is read and
+# written again.
 def test_file_is_canonical(tmp_path: Path) -> None:
     texts = [REFERENCE_TEXT[:9_000], REFERENCE_TEXT[9_000:12_000]]
     files = []
@@ -314,7 +326,8 @@ def test_file_is_canonical(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b.json", "tokenizer.json"]
 
 
-# Special tokens that are not the last ids, or counted in bits per byte; lengths of characters instead of bytes.
+# Special tokens that are not the last ids, or counted in bits per byte; lengths of characters instead of
+# bytes.
 def test_ids_and_lengths() -> None:
     tokenizer = Tokenizer.train(["\u00e9\u00e9\u00e9 \u00e9\u00e9"], 256 + 2 + 3, SPECIAL)
     assert tokenizer.vocab_size == 261
@@ -372,11 +385,13 @@ def test_train_refuses(texts: list[str], vocab_size: int, special: list[str], me
         Tokenizer.train(texts, vocab_size, special)
 
 
-# The compiled code computes something else than the Python it is compiled from (an overflow, a narrower integer).
+# The compiled code computes something else than the Python it is compiled from (an overflow, a narrower
+# integer).
 def test_without_the_compiler() -> None:
     script = (
         "from stages.tokenizer import Tokenizer\n"
-        "text = 'the caf\\u00e9 of the 3rd \\u4e2d\\u6587 \\U0001f600 ' * 3 + 'a-very-long-word' * 3 + '=' * 50\n"
+        "text = 'the caf\\u00e9 of the 3rd \\u4e2d\\u6587 \\U0001f600 ' * 3 + 'a-very-long-word' * 3 + '=' * "
+        "50\n"
         "made = Tokenizer.train([text, text.upper()], 310, ['<|end|>'], threads=2)\n"
         "print(made.sha256, made.encode(text + ' THE end' + chr(0xd800)).tolist())\n"
     )
@@ -388,8 +403,9 @@ def test_without_the_compiler() -> None:
     assert len(outputs) == 1
 
 
-# Ctrl-C that waits for compiled code (or for a thread at exit) costs minutes: the call below takes hours, without an
-# instruction of Python in it. The compiled functions must leave the interpreter's lock, or the waiting thread would not run.
+# Ctrl-C that waits for compiled code (or for a thread at exit) costs minutes: the call below takes hours,
+# without an instruction of Python in it. The compiled functions must leave the interpreter's lock, or the
+# waiting thread would not run.
 @pytest.mark.parametrize("name", ["learn_merges", "count_words", "encode_spans"])
 def test_ctrl_c_is_answered_while_compiled_code_runs(name: str) -> None:
     assert getattr(tokenizer_module, name).targetoptions["nogil"]
@@ -405,13 +421,15 @@ def test_ctrl_c_is_answered_while_compiled_code_runs(name: str) -> None:
         "made = tokenizer.Tokenizer.train(['aa'], 257, [], threads=1)\n"
         "setattr(tokenizer, sys.argv[1], endless)\n"
         "text = 'a tale ' * 200_000\n"
-        "command_main(lambda _: made.encode(text) if sys.argv[1] == 'encode_spans' else made.train([text], 258, [], threads=1))\n"
+        "command_main(lambda _: made.encode(text) if sys.argv[1] == 'encode_spans' else made.train([text], "
+        "258, [], threads=1))\n"
     )
     done = subprocess.run([sys.executable, "-c", script, name], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-# A worker that still computes after Ctrl-C shares its cache with the next call's worker: ids of two texts would mix.
+# A worker that still computes after Ctrl-C shares its cache with the next call's worker: ids of two texts
+# would mix.
 def test_encoding_goes_on_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.train([REFERENCE_TEXT[:12_000]], 600, SPECIAL)
     tokenizer.encode(REFERENCE_TEXT)

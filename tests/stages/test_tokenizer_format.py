@@ -37,7 +37,8 @@ def written(tmp_path: Path, changed: object) -> Path:
     return path
 
 
-# A broken or foreign file taken as it is gives wrong ids much later, or a traceback that names neither file nor key.
+# A broken or foreign file taken as it is gives wrong ids much later, or a traceback that names neither file
+# nor key.
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -134,7 +135,8 @@ def test_load_refuses_what_is_no_json_object(tmp_path: Path, data: bytes | None,
         Tokenizer.load(path)
 
 
-# Merges written as lists, as newer libraries do, or ids in another order (special tokens first), are equally valid.
+# Merges written as lists, as newer libraries do, or ids in another order (special tokens first), are equally
+# valid.
 def test_other_forms_are_read(tmp_path: Path) -> None:
     ours = Tokenizer.train([TEXT], 266, SPECIAL)
     changed = content(tmp_path)
@@ -165,7 +167,8 @@ def test_take_gpt2s_files(tmp_path: Path, names: tuple[str, str]) -> None:
     assert Tokenizer.from_pretrained(tmp_path, ["<|user|>", "<|endoftext|>"]).sha256 == taken.sha256
 
 
-# A folder that is refused although it has a tokenizer.json, as our exports do; a message that leaves out what may be there.
+# A folder that is refused although it has a tokenizer.json, as our exports do; a message that leaves out what
+# may be there.
 def test_take_a_folder(tmp_path: Path) -> None:
     content(tmp_path)
     ours = Tokenizer.load(tmp_path / "tokenizer.json")
@@ -181,8 +184,8 @@ def test_take_a_folder(tmp_path: Path) -> None:
         Tokenizer.from_pretrained(tmp_path, SPECIAL)
 
 
-# What a file may set and still give our ids: flags of special tokens, and what is put around a text's ids. Refused, or taken
-# although `tokenizers` gives the text other ids.
+# What a file may set and still give our ids: flags of special tokens, and what is put around a text's ids.
+# Refused, or taken although `tokenizers` gives the text other ids.
 @pytest.mark.parametrize(
     "change",
     [
@@ -212,7 +215,8 @@ def test_same_ids_as_tokenizers(tmp_path: Path, change: Change) -> None:
             assert ours.encode(text).tolist() == expected
 
 
-# Why an added token that is not special is refused: `tokenizers` finds it in text even with encode_special_tokens.
+# Why an added token that is not special is refused: `tokenizers` finds it in text even with
+# encode_special_tokens.
 def test_tokenizers_finds_what_is_not_special(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     changed = content(tmp_path)

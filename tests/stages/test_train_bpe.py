@@ -77,7 +77,8 @@ def test_sample_is_spread_and_bounded() -> None:
     assert len(train_bpe.sample(islice(endless, 100_000), 800)) in range(49, 101)
 
 
-# A long document that breaks the bound, or is cut inside a character, which would teach merges of broken ones.
+# A long document that breaks the bound, or is cut inside a character, which would teach merges of broken
+# ones.
 def test_long_documents_are_cut_at_a_character() -> None:
     assert train_bpe.sample(["a\u20ac\u20ac"], 6) == ["a\u20ac".encode()]
     assert train_bpe.sample(["\u20ac"], 2) == [b""]

@@ -1,4 +1,6 @@
-"""The training loop on the real engine, small: exact sums, exact resume, and nothing that disturbs the weights."""
+"""The training loop on the real engine, small: exact sums, exact resume, and nothing that disturbs the
+weights.
+"""
 
 import math
 import signal
@@ -150,9 +152,11 @@ class Disturbed:
 def test_ctrl_c_saves_the_last_finished_step(
     tmp_path: Path, where: str, at: int, saved: int, cuts: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a slow interrupt, lost steps, an incomplete step, and a validation or sample that is missing or repeated.
+    """Would catch a slow interrupt, lost steps, an incomplete step, and a validation or sample that is
+    missing or repeated.
 
-    Also another exit code than 130, and a state that a micro-step has changed. On a GPU the loop stops at its next check.
+    Also another exit code than 130, and a state that a micro-step has changed. On a GPU the loop stops at its
+    next check.
     """
     if not cuts and (where, at) == ("micro_step", 10):
         saved = 5  # there is no check between the last micro-step and the update
@@ -232,7 +236,9 @@ def test_a_wsd_run_of_other_steps_goes_on_as_if_from_scratch(
     begins: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Would catch a cool-down that stays in the weights, and rows, validations or samples of the shorter run's end."""
+    """Would catch a cool-down that stays in the weights, and rows, validations or samples of the shorter
+    run's end.
+    """
     settings = [replace(WSD, steps=steps, cooldown_steps=cooldown) for steps, cooldown in (first, second)]
     scratch, scratch_history = run(tmp_path / "scratch", settings=settings[1])
     run(tmp_path / "on", settings=settings[0])
@@ -254,7 +260,9 @@ def test_a_cosine_run_of_other_steps_starts_over(tmp_path: Path) -> None:
 
 
 def test_the_state_of_finished_work_is_small(tmp_path: Path) -> None:
-    """Would catch a disk that keeps moments which no update will read, and lost ones that a longer wsd run needs."""
+    """Would catch a disk that keeps moments which no update will read, and lost ones that a longer wsd run
+    needs.
+    """
     sizes = {}
     for name, settings in (("cosine", SETTINGS), ("constant", WSD), ("wsd", replace(WSD, cooldown_steps=4))):
         with ResumeFolder(work(settings), tmp_path / name) as resume:
@@ -281,7 +289,9 @@ def test_seconds_are_those_of_all_sessions(tmp_path: Path) -> None:
 
 
 def test_curves_grow_while_a_run_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch plots that show nothing of a run before its first checkpoint, or a file that is half there."""
+    """Would catch plots that show nothing of a run before its first checkpoint, or a file that is half
+    there.
+    """
     monkeypatch.setattr(training_module, "LIVE_S", 0.0)
     seen: list[list[str]] = []
 
@@ -352,7 +362,9 @@ def test_a_batch_is_memorized(tmp_path: Path) -> None:
 
 
 def test_a_step_may_pair_sequences_and_ask_a_frozen_model(tmp_path: Path) -> None:
-    """Would catch a loop that only takes train_step: preference training (DPO) weights each target by two models."""
+    """Would catch a loop that only takes train_step: preference training (DPO) weights each target by two
+    models.
+    """
     one, frozen, beta, margins = engine(4), engine(4), 0.5, []
     chosen = np.array([1, 0, 1, 0], np.float32)  # sequences come in pairs, the chosen one first
 

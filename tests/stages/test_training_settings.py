@@ -11,7 +11,8 @@ Make = Callable[..., Settings]
 COUNTS = ("steps", "micro_batch", "grad_accum_steps", "val_every", "sample_every", "checkpoint_every")
 
 
-# Would catch a number that no memory plan, step count or file name can hold, and a limit that refuses what they can.
+# Would catch a number that no memory plan, step count or file name can hold, and a limit that refuses what
+# they can.
 @pytest.mark.parametrize("section", [stage.name for stage in TRAINED_STAGES])
 @pytest.mark.parametrize("key", COUNTS)
 def test_counts_have_an_upper_bound(settings_with: Make, section: str, key: str) -> None:
@@ -23,7 +24,8 @@ def test_counts_have_an_upper_bound(settings_with: Make, section: str, key: str)
     settings_with(f"{section}.{key}={2**31 - 1}")
 
 
-# Would catch a warm-up or cool-down beyond every number of steps, and a seed that a sample's seed of 64 bits cannot hold.
+# Would catch a warm-up or cool-down beyond every number of steps, and a seed that a sample's seed of 64 bits
+# cannot hold.
 def test_what_depends_on_counts_is_bounded_too(settings_with: Make) -> None:
     with pytest.raises(ValueError, match=r"^pretrain\.warmup_steps: expected 0 to pretrain\.steps = 6"):
         settings_with(f"pretrain.warmup_steps={10**22}")

@@ -50,7 +50,8 @@ def test_no_warm_up_starts_at_the_peak() -> None:
 def test_accumulation_is_one_large_batch() -> None:
     """Would catch a mean of micro-batch means, if their numbers of supervised tokens differ.
 
-    Float32 sums in another order differ by a few eps relative to the largest gradient; a mean of means is off by percents.
+    Float32 sums in another order differ by a few eps relative to the largest gradient; a mean of means is off
+    by percents.
     """
     parts = [random_batch(index) for index in range(4)]
     whole = Batch(
@@ -83,7 +84,9 @@ def test_loss_is_head_0_and_the_total_weighs_the_heads() -> None:
 
 
 def test_a_head_without_targets_is_left_out_and_head_0_may_not_be() -> None:
-    """Would catch 0/0 for an MTP head without supervised targets, and an update that silently trains nothing."""
+    """Would catch 0/0 for an MTP head without supervised targets, and an update that silently trains
+    nothing.
+    """
     batch = random_batch(0)
     weight = np.zeros_like(batch.loss_weight)
     weight[:, 0] = 1  # the first target of a row is one token ahead of the first position only

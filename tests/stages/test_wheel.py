@@ -61,7 +61,9 @@ def test_wheel_by_its_file(wheel: Path) -> None:
 
 
 def test_wheel_errors(wheel: Path, tmp_path: Path) -> None:
-    """Catches another file under the pinned name, a glob without effect, and a damaged archive with a traceback."""
+    """Catches another file under the pinned name, a glob without effect, and a damaged archive with a
+    traceback.
+    """
     other = make_wheel(tmp_path / "other", {"tiny/a.md": "changed"})
     pinned = wheel_source(wheel, wheel=str(other))
     with pytest.raises(

@@ -33,8 +33,8 @@ def decode_attention_forward(
     template, grid = (qkv.dtype, vector if head_dim % vector == 0 else 1), (batch * count, heads, splits)
     device.launch(
         _DECODE, template, grid, _THREADS,
-        out=out, partial=partial, finished=device.block_counters, qkv=qkv, keys=keys, values=values, length=length,
-        count=count, context=context, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        out=out, partial=partial, finished=device.block_counters, qkv=qkv, keys=keys, values=values,
+        length=length, count=count, context=context, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         scale=1 / sqrt(head_dim),
     )  # fmt: skip
 
@@ -45,6 +45,8 @@ def _splits(device: Device, rows: int, context: int) -> int:
 
 
 def scratch_bytes(device: Device, config: ModelConfig, rows: int) -> int:
-    """Partial results of each split of each position and head; there are several splits only if positions are few."""
+    """Partial results of each split of each position and head; there are several splits only if positions are
+    few.
+    """
     heads = max(rows * config.heads, _BLOCKS_PER_SM * device.sm_count)
     return FLOAT.itemsize * heads * (2 + config.head_dim)
