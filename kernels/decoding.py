@@ -1,4 +1,4 @@
-"""Token by token: reading tokens through a KV cache and drawing the next ones."""
+"""Token by token: reading tokens through a KV cache and sampling the next ones."""
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.arena import Arena
-from kernels.kv_cache import KVCache, drawn_tokens, new_cache, tokens_view
+from kernels.kv_cache import KVCache, sampled_tokens, new_cache, tokens_view
 from kernels.model import Transformer
 
 Array = np.ndarray[Any, Any]
@@ -18,9 +18,9 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class _Sampler:
-    """Draws a token after each row of logits (count, Vp); equal samplers start the same kernels."""
+    """Samples a token after each row of logits (count, Vp); equal samplers start the same kernels."""
 
-    suppressed: int  # ids that are not drawn, in the cache's buffer
+    suppressed: int  # ids that are not sampled, in the cache's buffer
     temperature: float
     top_k: int
     top_p: float
@@ -51,18 +51,18 @@ class Decoder:
         logits = self._model.tensors.ops.download(self._append(tokens, cache, 1))
         return logits[:, : self._config.vocab_size].astype(np.float32)
 
-    def draw(
+    def sample_next(
         self, tokens: Array, cache: KVCache, uniform: Array, suppressed: Array, *, last: int = 1,
         temperature: float, top_k: int, top_p: float,
     ) -> NDArray[np.int32]:  # fmt: skip
-        """Append tokens (B, n); return a token drawn after each of the last `last` positions, (B * last,).
+        """Append tokens (B, n); return a token sampled after each of the last `last` positions, (B * last,).
 
         Args:
             tokens: (B, n) int32; B or `last` is 1.
             cache: gets their keys and values.
-            uniform: (B * last,) fp64 in [0, 1), the random number of each draw (kernels/cpu/sample.py).
-            suppressed: (count,) int32, ids that are not drawn.
-            last: positions after which a token is drawn.
+            uniform: (B * last,) fp64 in [0, 1), the random number of each sample (kernels/cpu/sample.py).
+            suppressed: (count,) int32, ids that are not sampled.
+            last: positions after which a token is sampled.
             temperature, top_k, top_p: as in kernels.generation.Sampling.
         """
         _require_free(cache)
@@ -70,19 +70,19 @@ class Decoder:
         sampler = self._sampler(cache, uniform, 0, len(suppressed), temperature, top_k, top_p)
         self._append(tokens, cache, last, 0, sampler)
         self._model.tensors.ops.synchronize()
-        return drawn_tokens(cache, len(uniform), 0)
+        return sampled_tokens(cache, len(uniform), 0)
 
-    def draws(
+    def sample_stream(
         self, tokens: Array, cache: KVCache, uniforms: Iterable[Array], suppressed: Array, *,
         temperature: float, top_k: int, top_p: float,
     ) -> Generator[NDArray[np.int32]]:  # fmt: skip
-        """Append tokens (B, n), draw one token per sequence, append those, and so on: (B,) tokens for each of
+        """Append tokens (B, n), sample one token per sequence, append those, and so on: (B,) tokens for each of
         `uniforms`.
 
         A GPU does not wait for the host in between. The pass that reads a token is launched before the host
         has seen the token, so `uniforms` is asked for one number ahead. The generator has exclusive use of
         the cache. When it ends or is closed, the cache is truncated to the tokens that produced the yielded
-        draws.
+        samples.
 
         Raises:
             ValueError: the cache has no room for what `uniforms` asks for, or another generator uses it.
@@ -106,24 +106,24 @@ class Decoder:
                     return
                 slot, length, event = launched.popleft()
                 ops.synchronize(event)
-                drawn, read = drawn_tokens(cache, len(tokens), slot), length
-                yield drawn
+                sampled, read = sampled_tokens(cache, len(tokens), slot), length
+                yield sampled
         finally:
             ops.synchronize()  # a running pass would write into buffers that the next user fills
             cache.in_use = False
             cache.truncate(read)
 
-    def draft(
+    def sample_drafts(
         self, position: int, cache: KVCache, uniform: Array, suppressed: Array, *, temperature: float,
         top_k: int, top_p: float,
     ) -> NDArray[np.int32]:  # fmt: skip
-        """A token drawn by each of heads 1 .. K - 1, (K - 1,): head k guesses the token k + 1 after
+        """A token sampled by each of heads 1 .. K - 1, (K - 1,): head k guesses the token k + 1 after
         `position`.
 
         Args:
-            position: counts the positions after which the last call of `draw` with this cache drew a token.
-            uniform: (K - 1,) fp64, the random number of each draw.
-            cache, suppressed, temperature, top_k, top_p: as in `draw`.
+            position: counts the positions after which the last call of `sample_next` with this cache drew a token.
+            uniform: (K - 1,) fp64, the random number of each sample.
+            cache, suppressed, temperature, top_k, top_p: as in `sample_next`.
         """
         _require_free(cache)
         _suppress(suppressed, cache)
@@ -136,7 +136,7 @@ class Decoder:
 
         ops.replay(cache.graphs, ("draft", position, sampler), work)
         ops.synchronize()
-        return drawn_tokens(cache, len(uniform), 0)
+        return sampled_tokens(cache, len(uniform), 0)
 
     def _sampler(
         self,
@@ -167,8 +167,8 @@ class Decoder:
     ) -> Array:
         """Read tokens (B, n) into the cache; head 0's logits (B * last, Vp) after the last `last` positions.
 
-        If `tokens` is None, they are the ones that the previous pass drew into this slot. With a sampler, a
-        token is drawn after each row of the logits, in the same graph.
+        If `tokens` is None, they are the ones that the previous pass sampled into this slot. With a sampler, a
+        token is sampled after each row of the logits, in the same graph.
         """
         ops = self._model.tensors.ops
         shape = (cache.keys.shape[1], 1) if tokens is None else tokens.shape
@@ -217,9 +217,9 @@ class Decoder:
 
 def _require_free(cache: KVCache) -> None:
     if cache.in_use:
-        raise ValueError("cache: a generator of draws still uses it; exhaust or close it first")
+        raise ValueError("cache: a generator of samples still uses it; exhaust or close it first")
 
 
 def _suppress(suppressed: Array, cache: KVCache) -> None:
-    """Write the ids (count,) that later passes do not draw."""
+    """Write the ids (count,) that later passes do not sample."""
     cache.token_io.host.view("suppressed", suppressed.shape)[...] = suppressed

@@ -209,7 +209,7 @@ def _decode_batch(
         uniform = np.zeros(len(sequences))
         uniform[sampled_rows] = [rngs[row].random() for row in sampled_rows]
         inputs = np.array([sequence[read : read + count] for sequence in sequences], np.int32)
-        sampled = engine.decoder.draw(inputs, cache, uniform, suppressed_ids, **settings)[sampled_rows]
+        sampled = engine.decoder.sample_next(inputs, cache, uniform, suppressed_ids, **settings)[sampled_rows]
         read, count = read + count, 1
         for row, token in zip(sampled_rows, sampled.tolist(), strict=True):
             sequences[row].append(token)
@@ -219,7 +219,7 @@ def _decode_batch(
     while True:
         inputs = np.array([sequence[read:] for sequence in sequences], np.int32)
         uniforms = (np.array([rng.random() for rng in rngs]) for _ in range(len(sequences[0]), context + 1))
-        for step in engine.decoder.draws(inputs, cache, uniforms, suppressed_ids, **settings):
+        for step in engine.decoder.sample_stream(inputs, cache, uniforms, suppressed_ids, **settings):
             for sequence, token in zip(sequences, step.tolist(), strict=True):
                 sequence.append(token)
             yield step
@@ -267,7 +267,7 @@ def _decode_speculative(
         count = 1 + len(drafts)
         uniform = np.append(uniform, rng.random(max(0, count + heads - 1 - len(uniform))))
         inputs = np.array([sequence[cache.length :] + drafts], np.int32)
-        sampled = engine.decoder.draw(
+        sampled = engine.decoder.sample_next(
             inputs, cache, uniform[:count], suppressed_ids, last=count, **settings
         ).tolist()
         accepted = next((i for i, draft in enumerate(drafts) if draft != sampled[i]), len(drafts))
@@ -277,7 +277,7 @@ def _decode_speculative(
         uniform = uniform[1 + accepted :]
         cache.truncate(len(sequence) + accepted)
         sequence = sequence + sampled[: 1 + accepted]
-        drafts = engine.decoder.draft(
+        drafts = engine.decoder.sample_drafts(
             accepted, cache, uniform[: heads - 1], suppressed_ids, **settings
         ).tolist()
         yield from sampled[: 1 + accepted]

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 class TokenIO:
     """Buffers that host and device both read and write, so that decoding a token needs no copies.
 
-    A pass over `rows` new tokens reads its inputs from one of two slots and writes the tokens it draws into
+    A pass over `rows` new tokens reads its inputs from one of two slots and writes the tokens it samples into
     the other, where the next pass reads them. So the host can fill one slot while the device still reads the
     other.
 
@@ -43,10 +43,10 @@ class KVCache:
 
     Args:
         keys, values: (layers, B, context, KV, D), of which the first `length` positions are filled.
-        token_io: where tokens come in and drawn ones go out.
+        token_io: where tokens come in and sampled ones go out.
         graphs: the device's recorded passes with this cache; they go when the cache goes.
         length: tokens of each sequence in the cache.
-        in_use: whether a generator of Decoder.draws has exclusive use of the cache.
+        in_use: whether a generator of Decoder.sample_stream has exclusive use of the cache.
     """
 
     keys: Array
@@ -71,10 +71,10 @@ def new_cache(config: ModelConfig, ops: Ops, batch: int) -> KVCache:
 
 
 def tokens_view(arena: Arena, count: int, slot: int) -> Array:
-    """Where a pass of this slot reads its `count` tokens, and the pass before it writes the ones it draws."""
+    """Where a pass of this slot reads its `count` tokens, and the pass before it writes the ones it samples."""
     return arena.view("inputs", (1 + 2 * count,), slot)[1 + count :]
 
 
-def drawn_tokens(cache: KVCache, count: int, slot: int) -> NDArray[np.int32]:
-    """The tokens that a pass of this slot drew, after the host has waited for it."""
+def sampled_tokens(cache: KVCache, count: int, slot: int) -> NDArray[np.int32]:
+    """The tokens that a pass of this slot sampled, after the host has waited for it."""
     return tokens_view(cache.token_io.host, count, 1 - slot).copy()

@@ -130,7 +130,9 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
         uniforms = repeat(np.zeros(1), min(missing, context))
         arrivals += [
             time.perf_counter()
-            for _ in engine.decoder.draws(first, cache, uniforms, suppressed, temperature=0, top_k=0, top_p=1)
+            for _ in engine.decoder.sample_stream(
+                first, cache, uniforms, suppressed, temperature=0, top_k=0, top_p=1
+            )
         ]
         cache.truncate(0)
     # Tokens are timed in windows: a GPU runs ahead of the host, so an early token follows a late one.

@@ -351,11 +351,12 @@ def test_draws_in_a_row_are_those_one_by_one(name: str, batch: int, precision: A
     for how in ({"temperature": 0, "top_k": 0, "top_p": 1}, {"temperature": 1.0, "top_k": 90, "top_p": 0.9}):
         expected, fed = [], tokens
         for uniform in numbers:
-            expected.append(engine.decoder.draw(fed, caches[0], uniform, banned, **how))
+            expected.append(engine.decoder.sample_next(fed, caches[0], uniform, banned, **how))
             fed = expected[-1][:, None]
         for _ in range(2):  # the second time from graphs alone
             running = [
-                engine.decoder.draws(tokens, cache, iter(numbers), banned, **how) for cache in caches[1:]
+                engine.decoder.sample_stream(tokens, cache, iter(numbers), banned, **how)
+                for cache in caches[1:]
             ]
             for drawn in expected:
                 for draws in running:
@@ -364,12 +365,13 @@ def test_draws_in_a_row_are_those_one_by_one(name: str, batch: int, precision: A
             assert [cache.length for cache in caches] == [config.context] * 3
             for cache in caches[1:]:
                 cache.truncate(0)
-        draws = engine.decoder.draws(tokens, caches[1], iter(numbers), banned, **how)
+        draws = engine.decoder.sample_stream(tokens, caches[1], iter(numbers), banned, **how)
         assert [next(draws).tolist() for _ in range(5)] == [drawn.tolist() for drawn in expected[:5]]
         draws.close()
         assert caches[1].length == 7
         assert np.array_equal(
-            engine.decoder.draw(expected[4][:, None], caches[1], numbers[5], banned, **how), expected[5]
+            engine.decoder.sample_next(expected[4][:, None], caches[1], numbers[5], banned, **how),
+            expected[5],
         )
         for cache in caches:
             cache.truncate(0)

@@ -203,11 +203,11 @@ def uniforms(batch: int, count: int = CONTEXT - 1) -> Array:
 
 
 def one_by_one(tokens: Array, banned: Array, how: dict[str, Any]) -> Array:
-    """What `draw` gives on the CPU, until the context is full."""
+    """What `sample_next` gives on the CPU, until the context is full."""
     engine, drawn = make("euler"), []
     cache = engine.decoder.cache(len(tokens))
     for uniform in uniforms(len(tokens), CONTEXT + 1 - tokens.shape[1]):
-        drawn.append(engine.decoder.draw(tokens, cache, uniform, banned, **how))
+        drawn.append(engine.decoder.sample_next(tokens, cache, uniform, banned, **how))
         tokens = drawn[-1][:, None]
     assert cache.length == CONTEXT
     return np.array(drawn)
@@ -225,12 +225,14 @@ def test_draws_in_a_row_are_those_one_by_one(kind: str, batch: int, count: int, 
         cache, expected = engine.decoder.cache(batch), one_by_one(tokens, banned, how)
         for _ in range(2):  # the second time from graphs alone
             drawn = list(
-                engine.decoder.draws(tokens, cache, iter(uniforms(batch, len(expected))), banned, **how)
+                engine.decoder.sample_stream(
+                    tokens, cache, iter(uniforms(batch, len(expected))), banned, **how
+                )
             )
             np.testing.assert_array_equal(drawn, expected)
             assert cache.length == CONTEXT
             cache.truncate(0)
-    assert list(engine.decoder.draws(tokens, cache, [], BANNED, **how)) == []
+    assert list(engine.decoder.sample_stream(tokens, cache, [], BANNED, **how)) == []
 
 
 # The GPU waits for the host if the next pass is launched after a token was read; the CPU computes what nobody
@@ -239,7 +241,9 @@ def test_a_gpu_is_kept_one_pass_ahead() -> None:
     for kind, ahead in (("cpu", 0), ("late", 1)):
         engine, asked = make_kind(kind), []
         numbers = (asked.append(1) or uniform for uniform in uniforms(1))  # type: ignore[func-returns-value]
-        draws = engine.decoder.draws(ids()[:, :2].copy(), engine.decoder.cache(), numbers, BANNED, **DRAWN)
+        draws = engine.decoder.sample_stream(
+            ids()[:, :2].copy(), engine.decoder.cache(), numbers, BANNED, **DRAWN
+        )
         for k, _ in enumerate(draws, 1):
             assert len(asked) == min(k + ahead, CONTEXT - 1)
             if kind == "late":
@@ -265,10 +269,12 @@ def stopped(draws: Generator[Array], count: int, how: str) -> None:
 def test_draws_that_are_stopped(kind: str, how: str, count: int) -> None:
     engine, tokens = make_kind(kind), ids()[:, :2].copy()
     cache, expected = engine.decoder.cache(), one_by_one(tokens, BANNED, DRAWN)
-    stopped(engine.decoder.draws(tokens, cache, uniforms(1), BANNED, **DRAWN), count, how)
+    stopped(engine.decoder.sample_stream(tokens, cache, uniforms(1), BANNED, **DRAWN), count, how)
     assert cache.length == 1 + count
     assert kind == "cpu" or not waiting_of(engine)
-    rest = engine.decoder.draws(expected[count - 1][:, None], cache, uniforms(1)[count:], BANNED, **DRAWN)
+    rest = engine.decoder.sample_stream(
+        expected[count - 1][:, None], cache, uniforms(1)[count:], BANNED, **DRAWN
+    )
     np.testing.assert_array_equal(list(rest), expected[count:])
 
 
@@ -278,13 +284,13 @@ def test_draws_that_fail(kind: str) -> None:
     engine = make_kind(kind)
     cache, came = engine.decoder.cache(), 0
     with pytest.raises(ValueError, match=r"^context: 11 \+ 1 tokens exceed model\.context = 11$"):
-        for _ in engine.decoder.draws(ids()[:, :2].copy(), cache, uniforms(1, 20), BANNED, **DRAWN):
+        for _ in engine.decoder.sample_stream(ids()[:, :2].copy(), cache, uniforms(1, 20), BANNED, **DRAWN):
             came += 1
     assert came == CONTEXT - 1 - (kind != "cpu")
     assert cache.length == 1 + came
     cache.truncate(0)
     assert (
-        len(list(engine.decoder.draws(ids()[:, :2].copy(), cache, uniforms(1), BANNED, **DRAWN)))
+        len(list(engine.decoder.sample_stream(ids()[:, :2].copy(), cache, uniforms(1), BANNED, **DRAWN)))
         == CONTEXT - 1
     )
 
@@ -297,7 +303,7 @@ def test_draws_and_other_uses_in_turns(kind: str) -> None:
     expected = [one_by_one(tokens, BANNED, DRAWN) for tokens in (one, three)]
     logits = engine.decoder.decode(one, engine.decoder.cache())
     running = [
-        engine.decoder.draws(
+        engine.decoder.sample_stream(
             tokens, engine.decoder.cache(len(tokens)), uniforms(len(tokens)), BANNED, **DRAWN
         )
         for tokens in (one, three)
@@ -309,8 +315,8 @@ def test_draws_and_other_uses_in_turns(kind: str) -> None:
                 {"logits": engine.decoder.decode(one, engine.decoder.cache())}, {"logits": logits}
             )
         cache = engine.decoder.cache()
-        assert engine.decoder.draw(one, cache, uniforms(1)[0], BANNED, **DRAWN) == expected[0][0]
-        engine.decoder.draft(0, cache, uniforms(2)[0], BANNED, **DRAWN)
+        assert engine.decoder.sample_next(one, cache, uniforms(1)[0], BANNED, **DRAWN) == expected[0][0]
+        engine.decoder.sample_drafts(0, cache, uniforms(2)[0], BANNED, **DRAWN)
 
 
 # What would be written into the cache beside its draws belongs to neither.
@@ -318,15 +324,15 @@ def test_draws_and_other_uses_in_turns(kind: str) -> None:
 def test_cache_of_draws_is_its_own(kind: str) -> None:
     engine, tokens = make_kind(kind), ids()[:, :2].copy()
     cache, expected = engine.decoder.cache(), one_by_one(tokens, BANNED, DRAWN)
-    draws = engine.decoder.draws(tokens, cache, uniforms(1), BANNED, **DRAWN)
+    draws = engine.decoder.sample_stream(tokens, cache, uniforms(1), BANNED, **DRAWN)
     drawn = [next(draws)]
     for use in (
         lambda: engine.decoder.decode(tokens, cache),
-        lambda: engine.decoder.draw(tokens, cache, uniforms(1)[0], BANNED, **DRAWN),
-        lambda: next(engine.decoder.draws(tokens, cache, uniforms(1), BANNED, **DRAWN)),
+        lambda: engine.decoder.sample_next(tokens, cache, uniforms(1)[0], BANNED, **DRAWN),
+        lambda: next(engine.decoder.sample_stream(tokens, cache, uniforms(1), BANNED, **DRAWN)),
     ):
         with pytest.raises(
-            ValueError, match=r"^cache: a generator of draws still uses it; exhaust or close it first$"
+            ValueError, match=r"^cache: a generator of samples still uses it; exhaust or close it first$"
         ):
             use()
     np.testing.assert_array_equal([*drawn, *draws], expected)

@@ -87,9 +87,9 @@ def test_draws_and_drafts_are_their_heads(both: Engine, how: Sampling) -> None:
     tokens, uniform = rng.integers(VOCAB, size=(1, 9), dtype=np.int32), rng.random(3 + heads - 1)
     settings: dict[str, Any] = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
     suppressed, cache = np.array([4, 7], np.int32), both.decoder.cache()
-    drawn = both.decoder.draw(tokens, cache, uniform[:3], suppressed, last=3, **settings)
+    drawn = both.decoder.sample_next(tokens, cache, uniform[:3], suppressed, last=3, **settings)
     drafts = [
-        both.decoder.draft(place, cache, uniform[place + 1 : place + heads], suppressed, **settings)
+        both.decoder.sample_drafts(place, cache, uniform[place + 1 : place + heads], suppressed, **settings)
         for place in (2, 0, 1)
     ]
     assert cache.length == 9
@@ -104,13 +104,13 @@ def test_draws_and_drafts_are_their_heads(both: Engine, how: Sampling) -> None:
         alone.load({**weights, "head.weight": stacked[k : k + 1]})
         for place in range(3):
             drawing = uniform[place + k : place + k + 1]
-            expected = alone.decoder.draw(
+            expected = alone.decoder.sample_next(
                 tokens[:, : 7 + place].copy(), alone.decoder.cache(), drawing, suppressed, **settings
             )
             got = drawn[place] if k == 0 else drafts[(1, 2, 0)[place]][k - 1]
             assert got == expected[0]
     with pytest.raises(ValueError, match=r"^context: 9 \+ 4 tokens exceed model\.context = 12$"):
-        both.decoder.draw(tokens[:, :4].copy(), cache, uniform[:1], suppressed, **settings)
+        both.decoder.sample_next(tokens[:, :4].copy(), cache, uniform[:1], suppressed, **settings)
 
 
 # The ids must be plain decoding's: a draft taken that was not drawn, a draw at another token's number, a row

@@ -58,7 +58,7 @@ class ScriptedEngine:
         self._rest, self._begins = list(self.answers.pop(0)), True
         return ScriptCache()
 
-    def draws(
+    def sample_stream(
         self,
         tokens: np.ndarray,
         cache: ScriptCache,

@@ -303,10 +303,10 @@ class Writer:
     def cache(self, batch: int = 1) -> Any:
         return SimpleNamespace(truncate=lambda length: None)
 
-    def draw(self, tokens: np.ndarray, *arguments: Any, **sampling: Any) -> np.ndarray:
+    def sample_next(self, tokens: np.ndarray, *arguments: Any, **sampling: Any) -> np.ndarray:
         return tokens[:, -1] + 1
 
-    def draws(
+    def sample_stream(
         self, tokens: np.ndarray, cache: Any, uniforms: Iterable[Any], *arguments: Any, **sampling: Any
     ) -> Iterator[Any]:
         yield from (tokens[:, -1] + count for count, _ in enumerate(uniforms, 1))
