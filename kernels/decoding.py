@@ -121,7 +121,7 @@ class Decoder:
         `position`.
 
         Args:
-            position: counts the positions after which the last call of `sample_next` with this cache drew a token.
+            position: counts the positions after which the last call of `sample_next` with this cache sampled a token.
             uniform: (K - 1,) fp64, the random number of each sample.
             cache, suppressed, temperature, top_k, top_p: as in `sample_next`.
         """
