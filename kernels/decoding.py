@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.arena import Arena
-from kernels.kv_cache import KVCache, sampled_tokens, new_cache, tokens_view
+from kernels.kv_cache import KVCache, new_cache, sampled_tokens, tokens_view
 from kernels.model import Transformer
 
 Array = np.ndarray[Any, Any]

@@ -267,10 +267,14 @@ class Engine:
                 self.ops.fill_zero(self._arena.whole(name))
         self._step, self._is_first_micro_step = int(state["step"]), True
 
+    @property
+    def moments(self) -> list[str]:
+        """The names of the optimizer's moments in the state."""
+        return [buffer.name for buffer in self._plan if buffer.kind == "moments"]
+
     def _state_names(self) -> list[str]:
         """The buffers that an update leaves to the next."""
-        moments = [buffer.name for buffer in self._plan if buffer.kind == "moments"]
-        return ["parameters", *moments, *(["fp8_scales"] if self._fp8_weights else [])]
+        return ["parameters", *self.moments, *(["fp8_scales"] if self._fp8_weights else [])]
 
     def first_nonfinite(self) -> str | None:
         """The first parameter whose value or gradient is not finite, in the order of the forward pass."""

@@ -7,7 +7,9 @@ from types import FrameType
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Ends a program that is still importing its modules: Ctrl-C there would be a traceback of some library."""
+    """Ends a program that is still importing its modules: Ctrl-C there would be a traceback of some
+    library.
+    """
     os.write(2, b"interrupted\n")
     os._exit(130)
 

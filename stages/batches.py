@@ -1,10 +1,12 @@
 """Micro-batches of the tokens of a split: for training, for validation and in order.
 
-A window is `context` input tokens and the token that follows each of them. Neighbouring windows share one token: the last target
-of one is the first input of the next. So every token except the very first is a target once.
+A window is `context` input tokens and the token that follows each of them. Neighbouring windows share one
+token: the last target of one is the first input of the next. So every token except the very first is a target
+once.
 
-The tokens of a micro-batch depend only on its global number and the seed. The position in the data is therefore one integer,
-whatever the number of accumulated micro-batches or ranks, and a resumed run reads the next tokens.
+The tokens of a micro-batch depend only on its global number and the seed. The position in the data is
+therefore one integer, whatever the number of accumulated micro-batches, and a resumed run reads the next
+tokens.
 """
 
 from typing import Protocol
@@ -40,7 +42,9 @@ class BatchPrefetcher:
         self._step, self._batches = -1, list[Batch]()
 
     def fetch(self, step: int) -> None:
-        """Read and prepare the micro-batches of an update, unless this is done or the run has no such update."""
+        """Read and prepare the micro-batches of an update, unless this is done or the run has no such
+        update.
+        """
         if step != self._step and step < self._updates:
             first = step * self._accum
             self._batches = [self._source.batch(index) for index in range(first, first + self._accum)]
@@ -57,8 +61,9 @@ class BatchPrefetcher:
 def permute_indices(indices: NDArray[np.int64], count: int, *key: int) -> NDArray[np.int64]:
     """Maps each index by a pseudo-random permutation of 0 .. count - 1, without storing the permutation.
 
-    A Feistel network permutes the numbers of 2 * half bits, for any round function. A result outside 0 .. count - 1 is permuted
-    again until it is inside ("cycle walking"), which makes it a permutation of that range.
+    A Feistel network permutes the numbers of 2 * half bits, for any round function. A result outside 0 ..
+    count - 1 is permuted again until it is inside ("cycle walking"), which makes it a permutation of that
+    range.
 
     Args:
         indices: (n,) int64, each in 0 .. count - 1.
@@ -85,7 +90,9 @@ def permute_indices(indices: NDArray[np.int64], count: int, *key: int) -> NDArra
 
 
 def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64: each input bit changes about half of the output bits. Source: Steele et al. 2014."""
+    """The finalizer of splitmix64: each input bit changes about half of the output bits. Source: Steele et
+    al. 2014.
+    """
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
@@ -94,9 +101,9 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class PretrainBatches:
     """Endless training micro-batches: epoch after epoch, each in a new order.
 
-    An epoch is `windows` consecutive windows from a random offset, in random order. It skips fewer than 2 * context tokens at the
-    ends of the stream, and other ones in each epoch. Micro-batch i holds windows i * micro_batch .. (i + 1) * micro_batch - 1 of
-    the endless sequence of epochs, so it may span two epochs.
+    An epoch is `windows` consecutive windows from a random offset, in random order. Up to 2 * context - 1
+    tokens at the ends of the stream are skipped, different ones in each epoch. Micro-batch i holds windows i
+    * micro_batch .. (i + 1) * micro_batch - 1 of the endless sequence of epochs, so it may span two epochs.
 
     Args:
         shards: the training split.
@@ -127,7 +134,9 @@ class PretrainBatches:
         self.windows = max(1, (shards.tokens - context) // context)
 
     def epoch_windows(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Position in the stream of the first token of windows, given their places (n,) in the order of an epoch."""
+        """Position in the stream of the first token of windows, given their places (n,) in the order of an
+        epoch.
+        """
         offsets = self.shards.tokens - self.windows * self.context  # each leaves room for the last target
         # The 1 gives another key than that of the order.
         random = np.random.SeedSequence((self.seed, epoch, 1)).generate_state(1, np.uint64)
@@ -135,7 +144,7 @@ class PretrainBatches:
         return offset + self.context * permute_indices(places, self.windows, self.seed, epoch)
 
     def batch(self, index: int) -> Batch:
-        """Micro-batch `index` of the run, counted over all updates and ranks; every target has weight 1."""
+        """Micro-batch `index` of the run, counted over all updates; every target has weight 1."""
         numbers = np.arange(index * self.micro_batch, (index + 1) * self.micro_batch)
         starts = np.empty_like(numbers)
         for epoch in np.unique(numbers // self.windows):
@@ -148,9 +157,9 @@ class PretrainBatches:
 class EvalWindows:
     """A whole split, once, in windows of the context that don't overlap.
 
-    Every token except the very first is a target once, with weight 1. That includes separators, which mark the end of a document
-    and are 0 bytes of text. After the end of the split, the last batch is padded with separators of weight 0, each a document of
-    its own.
+    Every token except the very first is a target once, with weight 1. That includes separators, which mark
+    the end of a document and are 0 bytes of text. After the end of the split, the last batch is padded with
+    separators of weight 0, each a document of its own.
 
     Args: as in PretrainBatches.
 
@@ -184,7 +193,8 @@ class EvalWindows:
 
 
 def sequential_batch(shards: ShardSet, step: int, *, micro_batch: int, context: int) -> Batch:
-    """Tokens step * B * T to (step + 1) * B * T inclusive, in order, one document per sequence: to compare with other engines.
+    """Tokens step * B * T to (step + 1) * B * T inclusive, in order, one document per sequence: to compare
+    with other engines.
 
     Raises:
         ValueError: the split has fewer tokens.
@@ -197,7 +207,8 @@ def _check_size(shards: ShardSet, context: int) -> None:
     if shards.tokens < context + 1:
         raise ValueError(
             f"{shards.folder}: split {shards.split} has {shards.tokens} tokens and needs {context + 1}, "
-            f"one window of model.context = {context} and its last target; add text or set a smaller model.context"
+            f"one window of model.context = {context} and its last target; add text or set a smaller "
+            "model.context"
         )
 
 

@@ -4,11 +4,12 @@
     python -m stages.chat --prompt "Hello"     prints the answer, and nothing else
     python -m stages.chat --system "Be brief." with a system message before the conversation
 
-Ctrl-C stops the answer, Ctrl-D exits, /help lists the commands. Write // to begin a message with a slash. Answers go to
-standard output, everything else to standard error.
+Ctrl-C stops the answer, Ctrl-D exits, /help lists the commands. Write // to begin a message with a slash.
+Answers go to standard output, everything else to standard error.
 
-System message, conversation and answer must fit the context of the model. When the conversation no longer fits, the oldest
-question-answer pairs are dropped, and a notice says so; the system message stays. An answer is cut when the context is full.
+System message, conversation and answer must fit the context of the model. When the conversation no longer
+fits, the oldest question-answer pairs are dropped, and a notice says so; the system message stays. An answer
+is cut when the context is full.
 """
 
 import sys
@@ -94,8 +95,8 @@ class Chat:
     def truncate_history(self, text: str) -> tuple[list[dict[str, str]], int]:
         """The conversation with a new question, without the oldest turns that no longer fit the context.
 
-        Turns are dropped until the context has room for an answer of max_tokens or half a context. The question itself stays,
-        even if it leaves less room.
+        Turns are dropped until the context has room for an answer of max_tokens or half a context. The
+        question itself stays, even if it leaves less room.
 
         Returns:
             the messages to answer, and the number of dropped turns.
@@ -119,7 +120,7 @@ class Chat:
         `write` gets the answer as it is generated, in whole characters.
         """
         tokenizer = self._tokenizer
-        prompt, stream = render_prompt(self._read(messages), tokenizer).tolist(), Utf8Stream(tokenizer)
+        prompt, stream = render_prompt(self._with_system(messages), tokenizer).tolist(), Utf8Stream(tokenizer)
         limit = min(self.max_tokens, self._engine.config.context - len(prompt))
         sampling = replace(self.sampling, seed=self.sampling.seed + self._answers)
         settings: dict[str, Any] = {
@@ -164,18 +165,19 @@ class Chat:
         s, turns = self.sampling, len(self.messages) // 2
         used = self._length(self.messages) if self.messages or self.system else 0
         return (
-            f"temperature {s.temperature:g}, top_k {s.top_k}, top_p {s.top_p:g}, seed {s.seed}, max_tokens {self.max_tokens}; "
+            f"temperature {s.temperature:g}, top_k {s.top_k}, top_p {s.top_p:g}, seed {s.seed}, max_tokens "
+            f"{self.max_tokens}; "
             f"{turns} turn{'s' * (turns != 1)}, {used} of {self._engine.config.context} tokens"
             + (f"; system message {self.system!r}" if self.system else "")
             + (f"; {self._speculation.describe()}" if self._speculation else "")
         )
 
-    def _read(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
         """The messages that the model reads: the system message, if any, and the conversation."""
         return [{"role": "system", "content": self.system}, *messages] if self.system else messages
 
     def _length(self, messages: list[dict[str, str]]) -> int:
-        return len(render_prompt(self._read(messages), self._tokenizer))
+        return len(render_prompt(self._with_system(messages), self._tokenizer))
 
 
 def run_command(chat: Chat, command: str) -> str:
@@ -219,7 +221,9 @@ def reply(chat: Chat, text: str) -> Ending:
 
 
 def converse(chat: Chat) -> None:
-    """Reads messages and commands until the input ends or /exit; Ctrl-C stops an answer, but never the program."""
+    """Reads messages and commands until the input ends or /exit; Ctrl-C stops an answer, but never the
+    program.
+    """
     prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     while True:
         try:
@@ -242,7 +246,8 @@ def run(argv: list[str]) -> None:
     """One answer if the command line has a prompt, else a conversation.
 
     Raises:
-        ValueError: an argument is out of range, the model is missing or damaged, or the prompt does not fit its context.
+        ValueError: an argument is out of range, the model is missing or damaged, or the prompt does not fit
+            its context.
         KeyboardInterrupt: Ctrl-C while the only answer was generated.
     """
     parser = command_parser("chat", __doc__ or "", model=CHAT_MODEL)
@@ -261,7 +266,8 @@ def run(argv: list[str]) -> None:
             raise KeyboardInterrupt
         return
     if isinstance(sys.stdin, TextIOWrapper):
-        # A byte that is not UTF-8 becomes U+FFFD and does not end the input. Pipes on Windows have another default encoding.
+        # A byte that is not UTF-8 becomes U+FFFD and does not end the input. Pipes on Windows have another
+        # default encoding.
         sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8", errors="replace")
     with suppress(ImportError):
         import readline  # noqa: F401 - gives input() history and line editing; Windows consoles have their own

@@ -4,8 +4,9 @@ The template, without any character between its parts:
 
     [<|system|> content <|end|>]  <|user|> content <|end|>  <|assistant|> content <|end|>  <|user|> ...
 
-Each special token is one id, and encoding a text never gives such an id, whatever a user types. Supervised tokens are the
-contents of the assistant and the <|end|> after each: exactly the tokens that the model will have to write.
+Each special token is one id, and encoding a text never gives such an id, whatever a user types. Supervised
+tokens are the contents of the assistant and the <|end|> after each: exactly the tokens that the model will
+have to write.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,8 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
     """The id of a special token; ValueError if the tokenizer lacks it."""
     if token not in tokenizer.special:
         raise ValueError(
-            f"the tokenizer has no special token {token}; add it to train_bpe.special_tokens and run `make repro`"
+            f"the tokenizer has no special token {token}; add it to train_bpe.special_tokens and run `make "
+            "repro`"
         )
     return tokenizer.special[token]
 
@@ -59,7 +61,9 @@ def read_conversations(path: Path) -> Iterator[list[dict[str, str]]]:
 
 
 def validate_messages(messages: Any) -> None:
-    """Raises ValueError if messages are not a list of {"role", "content"}, or a system message is not the first."""
+    """Raises ValueError if messages are not a list of {"role", "content"}, or a system message is not the
+    first.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"messages: expected a list of at least one message, got {messages!r:.60}")
     for number, message in enumerate(messages):
@@ -83,7 +87,8 @@ def render(messages: Messages, tokenizer: Tokenizer) -> tuple[NDArray[np.int32],
         tokenizer: has the special tokens of the template.
 
     Returns:
-        ids (n,) int32, and weights (n,) fp32: 1 for a supervised token (content and <|end|> of the assistant), else 0.
+        ids (n,) int32, and weights (n,) fp32: 1 for a supervised token (content and <|end|> of the
+        assistant), else 0.
 
     Raises:
         ValueError: a message is malformed, or the tokenizer lacks a special token.
@@ -142,10 +147,11 @@ class Rendered:
 def render_all(
     conversations: Iterable[Messages], tokenizer: Tokenizer, *, context: int, overflow: Overflow
 ) -> Rendered:
-    """Renders many conversations with the chat template; those longer than the context are dropped or truncated.
+    """Renders many conversations with the chat template; those longer than the context are dropped or
+    truncated.
 
-    Messages after the last answer are removed, since none of their tokens are supervised. Conversations without an answer are
-    dropped.
+    Messages after the last answer are removed, since none of their tokens are supervised. Conversations
+    without an answer are dropped.
 
     Raises:
         ValueError: no conversation is left, or the tokenizer lacks a special token.
@@ -171,8 +177,10 @@ def render_all(
     counts["kept"] = len(kept)
     if not kept:
         raise ValueError(
-            f"no conversation is left of {counts['read']}: {counts['too_long']} are longer than model.context = {context}, "
-            f"{counts['unanswered']} have no answer; use other conversations, or set a larger model.context or "
+            f"no conversation is left of {counts['read']}: {counts['too_long']} are longer than "
+            f"model.context = {context}, "
+            f"{counts['unanswered']} have no answer; use other conversations, or set a larger model.context "
+            "or "
             "sft.overflow: truncate"
         )
     starts = np.cumsum([0, *(len(ids) for ids, _ in kept)], dtype=np.int64)
@@ -182,10 +190,12 @@ def render_all(
 
 
 def truncate_conversation(parts: list[Part], context: int) -> list[Part] | None:
-    """Truncates a rendered conversation that ends with an answer at its front until it fits; answers are never cut.
+    """Truncates a rendered conversation that ends with an answer at its front until it fits; answers are
+    never cut.
 
-    Removes, in this order and as far as needed: the oldest turns (a user's message and everything up to the next one) except
-    the last; the system message; the beginning of the last question. None if that does not suffice.
+    Removes, in this order and as far as needed: the oldest turns (a user's message and everything up to the
+    next one) except the last; the system message; the beginning of the last question. None if that does not
+    suffice.
     """
     system = parts[:1] if parts[0].role == "system" else []
     rest = parts[len(system) :]
@@ -205,11 +215,12 @@ def truncate_conversation(parts: list[Part], context: int) -> list[Part] | None:
 
 
 def shuffle_questions(conversations: Sequence[Messages], seed: int) -> list[list[dict[str, str]]]:
-    """Replaces the questions of each conversation by those of another one: shows whether a model uses the question.
+    """Replaces the questions of each conversation by those of another one: shows whether a model uses the
+    question.
 
-    A seeded permutation without fixed points chooses the other conversation. Its user messages replace the own ones in order; if
-    it has fewer, they repeat from the first. System and assistant messages stay. A conversation without a user message does not
-    change.
+    A seeded permutation without fixed points chooses the other conversation. Its user messages replace the
+    own ones in order; if it has fewer, they repeat from the first. System and assistant messages stay. A
+    conversation without a user message does not change.
 
     Raises:
         ValueError: fewer than two conversations have a question.
@@ -260,6 +271,8 @@ def _size(parts: Sequence[Part]) -> int:
 
 
 def _join(parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Ids of a conversation, and which are supervised: the parts of the assistant, without <|assistant|> itself."""
+    """Ids of a conversation, and which are supervised: the parts of the assistant, without <|assistant|>
+    itself.
+    """
     supervised = [(np.arange(len(part.ids)) > 0) & (part.role == "assistant") for part in parts]
     return np.concatenate([part.ids for part in parts]), np.concatenate(supervised)

@@ -1,7 +1,8 @@
 """Checkpoints: the trained model that a training stage passes to later stages.
 
-A folder with weights.safetensors (fp32) and model.json; the same weights give the same bytes. model.json is written last. It
-holds the sha256 of the weights and of itself, so that an incomplete or edited folder is detected.
+A folder with weights.safetensors (fp32) and model.json; the same weights give the same bytes. model.json is
+written last. It holds the sha256 of the weights and of itself, so that an incomplete or edited folder is
+detected.
 """
 
 import hashlib
@@ -95,7 +96,8 @@ def load(folder: Path, tokenizer_sha256: str | None = None, *, hint: str = REGEN
     if tokenizer_sha256 not in (None, trained_with):
         own, given = trained_with[:12], str(tokenizer_sha256)[:12]
         raise ValueError(
-            f"{folder}: trained with tokenizer {own}, but the one given is {given}; use tokenizer {own}, or {hint}"
+            f"{folder}: trained with tokenizer {own}, but the one given is {given}; use tokenizer {own}, or "
+            f"{hint}"
         )
     with safe_open(folder / WEIGHTS, framework="numpy") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping

@@ -1,8 +1,9 @@
-"""The stage download: sources -> documents and conversations, split into train and val. No other stage uses the network.
+"""The stage download: sources -> documents and conversations, split into train and val. No other stage uses
+the network.
 
 Writes data/download, the manifest last. `python -m stages.download [overrides]`.
-Every output appears under its name only when it is complete. The bytes depend only on the sources and the configuration.
-Fetched files are kept in the user's cache folder, and checked when they are used again.
+Every output appears under its name only when it is complete. The bytes depend only on the sources and the
+configuration. Fetched files are kept in the user's cache folder, and checked when they are used again.
 """
 
 import hashlib
@@ -39,7 +40,8 @@ DOCUMENTS = {split: FOLDER / f"{split}.jsonl.zst" for split in SPLITS}
 CONVERSATIONS = {split: FOLDER / f"conversations.{split}.jsonl.zst" for split in SPLITS}
 MANIFEST = FOLDER / "manifest.json"
 
-# `tail` is refused if it cuts at least MANY_TAILS documents and holds out fewer than SHORT_TAIL_BYTES of each on average.
+# `tail` is refused if it cuts at least MANY_TAILS documents and holds out fewer than SHORT_TAIL_BYTES of each
+# on average.
 MANY_TAILS, SHORT_TAIL_BYTES = 100, 32
 _REPORT_BYTES = 100_000_000  # of text between two lines of progress
 
@@ -102,7 +104,9 @@ def write_conversations(conversations: Conversations, folder: Path) -> dict[str,
 
 
 def _hold_out_one(section: str, rule: HoldoutRule, smallest_hash: float) -> HoldoutRule:
-    """The rule with a fraction that holds out one document, for a corpus so small that the given one holds out none."""
+    """The rule with a fraction that holds out one document, for a corpus so small that the given one holds
+    out none.
+    """
     print(f"{section}: validation.fraction = {rule.fraction:g} of so few holds out none, so one is held out")
     return replace(rule, fraction=math.nextafter(smallest_hash, 1.0))
 
@@ -125,12 +129,14 @@ def _write_conversations(conversations: Conversations, folder: Path, unparsed: L
         raise ValueError(f"{error}; {problem}") from None
     if unparsed.bad_rows:
         print(
-            f"conversations: {unparsed.bad_rows:,} bad rows left out; conversations.on_bad_row=error stops at the first",
+            f"conversations: {unparsed.bad_rows:,} bad rows left out; conversations.on_bad_row=error stops "
+            "at the first",
             file=sys.stderr,
         )
     if section["val"]["count"] == 1:
         print(
-            "conversations: one is held out, so eval has no answer_loss_shuffled; raise conversations.validation.fraction"
+            "conversations: one is held out, so eval has no answer_loss_shuffled; raise "
+            "conversations.validation.fraction"
         )
     counts = {"empty": unparsed.empty, "tool_messages": unparsed.tool_messages, "bad_rows": unparsed.bad_rows}
     return section | {"left_out": left_out | counts}
@@ -158,7 +164,9 @@ def _write(
     streams: Sequence[Iterator[Document]],
     paths: Sequence[Path],
 ) -> dict[str, Any]:
-    """Mix, split and write the streams; returns the section of the manifest. paths: one for each of SPLITS."""
+    """Mix, split and write the streams; returns the section of the manifest. paths: one for each of
+    SPLITS.
+    """
     sources = settings.sources
     rules = [source.validation or settings.validation for source in sources]
     bounded = [limit_bytes(stream, source.max_bytes) for source, stream in zip(sources, streams, strict=True)]
@@ -212,17 +220,21 @@ def _check_splits(
 ) -> None:
     if unmatched:
         raise ValueError(
-            f"{section}.validation.documents: no document is named like {', '.join(sorted(unmatched))}; correct it"
+            f"{section}.validation.documents: no document is named like {', '.join(sorted(unmatched))}; "
+            "correct it"
         )
     labels = ", ".join(source.label for source in settings.sources)
     if not any(splits[split]["count"] for split in SPLITS):
         raise ValueError(
-            f"{section} {settings.name}: nothing to read in {labels}: every text is empty or left out; give it text"
+            f"{section} {settings.name}: nothing to read in {labels}: every text is empty or left out; give "
+            "it text"
         )
     for split in SPLITS:
         if not splits[split]["count"]:
-            raise ValueError(f"{section} {settings.name}: the split {split} is empty: all of {labels} went to the other split; "
-                             f"change {section}.validation, or give at least two different texts")  # fmt: skip
+            raise ValueError(f"{section} {settings.name}: the split {split} is empty: all of {labels} went "
+                             "to the other split; "
+                             f"change {section}.validation, or give at least two different "
+                             "texts")  # fmt: skip
 
 
 def _check_tails(section: str, tails: dict[str, int]) -> None:
@@ -230,7 +242,8 @@ def _check_tails(section: str, tails: dict[str, int]) -> None:
     if tails["count"] >= MANY_TAILS and tails["bytes"] < SHORT_TAIL_BYTES * tails["count"]:
         average = tails["bytes"] / tails["count"]
         raise ValueError(
-            f"{section}.validation.tail: the held-out ends of {tails['count']:,} documents have {average:.0f} bytes on average; "
+            f"{section}.validation.tail: the held-out ends of {tails['count']:,} documents have "
+            f"{average:.0f} bytes on average; "
             f"hold out whole documents: set {section}.validation.tail=0 {section}.validation.fraction=0.1"
         )
 

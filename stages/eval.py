@@ -1,8 +1,8 @@
 """The stage eval: metrics and samples of every trained model.
 
-Held-out text is scored once, in windows of the context that don't overlap: loss, perplexity and bits per UTF-8 byte over all
-tokens. Answer loss is computed with the true and with a shuffled question. The gap shows whether the model uses the question.
-`python -m stages.eval [overrides]`.
+Held-out text is scored once, in windows of the context that don't overlap: loss, perplexity and bits per
+UTF-8 byte over all tokens. Answer loss is computed with the true and with a shuffled question. The gap shows
+whether the model uses the question. `python -m stages.eval [overrides]`.
 """
 
 import json
@@ -154,7 +154,8 @@ def run(
         folder: output; gets metrics.json, heads.csv and report.md.
 
     Raises:
-        ValueError: an input is missing or damaged, a checkpoint belongs to another tokenizer, or a metric is not finite.
+        ValueError: an input is missing or damaged, a checkpoint belongs to another tokenizer, or a metric is
+            not finite.
     """
     models = {name: open_model(checkpoint, tokenizer_path) for name, checkpoint in checkpoints.items()}
     first = next(iter(models.values()))

@@ -49,14 +49,17 @@ class Scores:
 
 
 def rounded(figures: dict[str, Any], where: str) -> dict[str, Any]:
-    """Every metric with 6 significant digits; ValueError if one is not finite, since JSON has no such number."""
+    """Every metric with 6 significant digits; ValueError if one is not finite, since JSON has no such
+    number.
+    """
     found: dict[str, Any] = {}
     for name, value in figures.items():
         if isinstance(value, dict):
             found[name] = rounded(value, f"{where}.{name}")
         elif not math.isfinite(value):
             raise ValueError(
-                f"eval: {where}.{name} is {value}: the weights or logits of this model are not finite; train it again"
+                f"eval: {where}.{name} is {value}: the weights or logits of this model are not finite; train "
+                "it again"
             )
         else:
             found[name] = value if isinstance(value, int) else float(f"{value:.6g}")
@@ -97,13 +100,15 @@ def report_text(
         table,
         f"Text: {counts['text_tokens']:,} tokens of {counts['text_bytes']:,} UTF-8 bytes, each once, in windows of the",
         "context that don't overlap, under head 0; losses are nats a token.\n",
-        f"Answers: {counts['conversations']:,} held-out conversations. answer_loss counts the answers' contents,",
+        f"Answers: {counts['conversations']:,} held-out conversations. answer_loss counts the answers' "
+        "contents,",
         "end_of_turn_loss the token that closes each, sft_loss both; for answer_loss_shuffled each answer stands behind",
         "another conversation's question.\n",
         *replies_lines(scores),
         *(["Figures that cannot be had:\n", *reasons, ""] if reasons else []),
         "## Prediction heads\n",
-        "Head k predicts the token k + 1 ahead; unigram is the loss of the training text's token frequencies.\n",
+        "Head k predicts the token k + 1 ahead; unigram is the loss of the training text's token "
+        "frequencies.\n",
         "| model | head | accuracy | loss | unigram |",
         "|---|---:|---:|---:|---:|",
     ]

@@ -6,15 +6,18 @@
 model       the stage that trained it, or the folder of a checkpoint; default sft
 tokenizer   its tokenizer.json; default data/train_bpe/tokenizer.json
 output      the folder to write; default export/hf
-kind        base or chat. The stages' own models have theirs; a checkpoint elsewhere is a chat model unless kind=base is given
+kind        base or chat. The stages' own models have theirs; a checkpoint elsewhere is a chat model unless
+kind=base is given
 
-In training, every document of a base model begins with <|endoftext|>. So the tokenizer of its export puts that token before a
-text. The tokenizer of a chat model does not: conversations begin with the tokens of the chat template.
+In training, every document of a base model begins with <|endoftext|>. So the tokenizer of its export puts
+that token before a text. The tokenizer of a chat model does not: conversations begin with the tokens of the
+chat template.
 
-A model of the euler parts becomes a LlamaForCausalLM, one of GPT-2's parts a GPT2LMHeadModel. Other combinations have no class
-in transformers and are refused. Neither class has MTP heads; they go to mtp_heads.safetensors. Padding rows of the vocabulary
-are removed. If a text contains a special token as typed text, transformers reads it as the special token, while our encoder
-reads it as text: remove special tokens from what users type.
+A model of the euler parts becomes a LlamaForCausalLM, one of GPT-2's parts a GPT2LMHeadModel. Other
+combinations have no class in transformers and are refused. Neither class has MTP heads; they go to
+mtp_heads.safetensors. Padding rows of the vocabulary are removed. If a text contains a special token as typed
+text, transformers reads it as the special token, while our encoder reads it as text: remove special tokens
+from what users type.
 """
 
 import json
@@ -99,7 +102,8 @@ def run(argv: list[str]) -> None:
     """Exports the model that the command line names.
 
     Raises:
-        ValueError: an argument is unknown, the model is missing or damaged, or no class of transformers matches it.
+        ValueError: an argument is unknown, the model is missing or damaged, or no class of transformers
+            matches it.
     """
     if {"-h", "--help"} & set(argv):
         print(__doc__)

@@ -3,9 +3,9 @@
     python -m stages.generate --prompt "ROMEO:"
     python -m stages.generate --prompt - < text.txt
 
-Prints the prompt and the completion on standard output, token by token; model, device and seed go to standard error. A text
-ends when the model begins another document, or after --max-tokens tokens. When the context is full, generation continues from
-the last half of it.
+Prints the prompt and the completion on standard output, token by token; model, device and seed go to standard
+error. A text ends when the model begins another document, or after --max-tokens tokens. When the context is
+full, generation continues from the last half of it.
 """
 
 import secrets
@@ -86,7 +86,9 @@ def sampling_of(args: Namespace) -> Sampling:
 
 
 def speculation_of(args: Namespace, engine: Engine) -> SpeculativeStats | None:
-    """Speculative decoding if --speculative asks for it; ValueError if the model has no MTP head to draft with."""
+    """Speculative decoding if --speculative asks for it; ValueError if the model has no MTP head to draft
+    with.
+    """
     return SpeculativeStats(engine.config.mtp_heads) if args.speculative else None
 
 
@@ -96,7 +98,9 @@ def banner(model: str, engine: Engine, sampling: Sampling) -> str:
 
 
 def show(text: str) -> None:
-    """Prints text at once. On a terminal control characters are replaced, since an untrained model writes them, too."""
+    """Prints text at once. On a terminal control characters are replaced, since an untrained model writes
+    them, too.
+    """
     if sys.stdout.isatty():
         text = "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
     print(text, end="", flush=True)

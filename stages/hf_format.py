@@ -1,4 +1,6 @@
-"""The format of Hugging Face's transformers: class, names of the weights, configuration, tokenizer and chat template."""
+"""The format of Hugging Face's transformers: class, names of the weights, configuration, tokenizer and chat
+template.
+"""
 
 import json
 from collections.abc import Mapping
@@ -25,8 +27,8 @@ PARTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# The template of stages/chat_template.py, without any character between its parts. From {% generation %} blocks transformers
-# makes a mask of the assistant's tokens: those the model was trained to write.
+# The template of stages/chat_template.py, without any character between its parts. From {% generation %}
+# blocks transformers makes a mask of the assistant's tokens: those the model was trained to write.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
     {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
@@ -75,7 +77,9 @@ def architecture(config: ModelConfig) -> str:
 
 
 def llama_weights(weights: Mapping[str, np.ndarray], c: ModelConfig) -> Weights:
-    """The weights by the names of LlamaForCausalLM. Both store linear weights as (outputs, inputs) and rotate halves in rope."""
+    """The weights by the names of LlamaForCausalLM. Both store linear weights as (outputs, inputs) and rotate
+    halves in rope.
+    """
     queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
     out = {
         "model.embed_tokens.weight": weights["tok.weight"][: c.vocab_size],
@@ -160,7 +164,9 @@ def hf_config(c: ModelConfig, name: str) -> dict[str, Any]:
 
 
 def token_ids(special: Mapping[str, int]) -> dict[str, Any]:
-    """Ids of the beginning, the padding and the end of a text. A text ends with a new document or the end of a turn."""
+    """Ids of the beginning, the padding and the end of a text. A text ends with a new document or the end of
+    a turn.
+    """
     ids: dict[str, Any] = {"eos_token_id": [special[name] for name in (SEPARATOR, END) if name in special]}
     return ids | {
         key: special[name]
@@ -184,7 +190,9 @@ def tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
 
 
 def tokenizer_json(tokenizer: Tokenizer, *, begins_text: bool) -> dict[str, Any]:
-    """The content of tokenizer.json; with begins_text the separator is put before every text, as in training."""
+    """The content of tokenizer.json; with begins_text the separator is put before every text, as in
+    training.
+    """
     content: dict[str, Any] = json.loads(tokenizer.json)
     if begins_text:
         first = [{"SpecialToken": {"id": SEPARATOR, "type_id": number}} for number in (0, 1)]

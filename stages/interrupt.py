@@ -13,7 +13,9 @@ Item = TypeVar("Item")
 
 
 class Interrupted(BaseException):
-    """Ends a section, whose work is then discarded. Not an Exception, so that no library catches it."""
+    """Ends an interruptible block, whose work is then discarded. Not an Exception, so that no library catches
+    it.
+    """
 
 
 class Interrupt:
@@ -21,8 +23,8 @@ class Interrupt:
 
     Args:
         say: prints the line that confirms the request.
-        cuts: whether the signal handler itself ends a section. On a GPU a section may end only at `check`: CUDA may be capturing
-            a graph.
+        cuts: whether the signal handler itself ends an interruptible block. On a GPU such a block may end
+            only at `check`: CUDA may be capturing a graph.
     """
 
     def __init__(self, say: Callable[[str], None], *, cuts: bool) -> None:
@@ -43,7 +45,7 @@ class Interrupt:
             raise Interrupted
 
     @contextmanager
-    def section(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """A block that an interrupt may end at any point; its work is repeated after the resume."""
         self.check()
         self._inside = True

@@ -1,6 +1,7 @@
 """Display, curves, samples, speed and provenance of a training run.
 
-Curves and samples are the same bytes for the same run. Speed and provenance contain times and machines, so DVC tracks neither.
+Curves and samples are the same bytes for the same run. Speed and provenance contain times and machines, so
+DVC tracks neither.
 """
 
 import io
@@ -29,7 +30,8 @@ from stages.text_files import write_text
 TRAIN_COLUMNS = ("step", "loss", "total_loss", "lr", "grad_norm")
 VAL_COLUMNS = ("step", "val_loss", "val_bpb")
 SPEED_COLUMNS = ("step", "tokens_per_s")
-MAX_ROWS = 1000  # of the training curve, without the first and the newest step: enough for any plot, small enough for Git
+# of the training curve, without the first and the newest step: enough for any plot, small enough for Git
+MAX_ROWS = 1000
 PLAIN_LINES = 40  # progress lines over a whole run, if there is no terminal
 LIBRARIES = ("numpy", "numba", "llvmlite", "cupy-cuda13x", "cupy-cuda12x")  # those that compute results
 
@@ -40,8 +42,8 @@ Rows = list[Sequence[float]]
 def add_row(rows: Rows, row: Sequence[float]) -> None:
     """Appends the row of a step to a curve and thins the curve. A row begins with its step; steps ascend.
 
-    A curve holds the first step, the newest step, and every multiple of `every`: the smallest power of two that keeps them within
-    MAX_ROWS. So the rows depend only on the steps done, not on the length of the run.
+    A curve holds the first step, the newest step, and every multiple of `every`: the smallest power of two
+    that keeps them within MAX_ROWS. So the rows depend only on the steps done, not on the length of the run.
     """
     step = int(row[0])
     every, before = _every(step), _every(step - 1)
@@ -103,8 +105,8 @@ class TrainingHistory:
 class Progress:
     """The state of a run after a step.
 
-    Losses are in nats. `left_s` estimates the remaining seconds; None after the first step of a session. `val_bpb` is None before
-    the first validation.
+    Losses are in nats. `left_s` estimates the remaining seconds; None after the first step of a session.
+    `val_bpb` is None before the first validation.
     """
 
     step: int
@@ -210,7 +212,9 @@ def open_display(kind: str, title: str) -> Display:
 
 
 class Speed:
-    """Speed of the steps: the median of the last 50, which single slow steps (the first one compiles) do not change."""
+    """Speed of the steps: the median of the last 50, which single slow steps (the first one compiles) do not
+    change.
+    """
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=50)
@@ -223,7 +227,8 @@ class Speed:
         return statistics.median(self._last)
 
     def left_s(self, steps: int, here_s: float) -> float | None:
-        """Estimated remaining seconds of `steps` more steps, including average per-step overhead (validation, sampling, saving).
+        """Estimated remaining seconds of `steps` more steps, including average per-step overhead (validation,
+        sampling, saving).
 
         here_s is the duration of this session so far, in seconds. None after its first step, which compiles.
         """

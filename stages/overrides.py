@@ -1,7 +1,7 @@
 """params.yaml, conf/ and command-line overrides -> plain values, by Hydra's Compose API.
 
-Overrides have the grammar of `dvc exp run -S`. There is no `outputs/` folder and no change of directory. A value override
-changes the value in params.yaml; choosing a file of a group composes conf/ again.
+Overrides have the grammar of `dvc exp run -S`. There is no `outputs/` folder and no change of directory. A
+value override changes the value in params.yaml; choosing a file of a group composes conf/ again.
 """
 
 import difflib
@@ -63,22 +63,22 @@ def compose(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
 def apply_overrides(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """The plain values of a run by hand: params.yaml with overrides.
 
-    If an override chooses a file of a group, the values are composed from conf/; the differences from params.yaml are printed
-    on standard error.
+    If an override chooses a file of a group, the values are composed from conf/; the differences from
+    params.yaml are printed on standard error.
 
     Raises:
         ValueError: as in read_params and compose.
     """
-    committed = read_params(root / "params.yaml")
+    current = read_params(root / "params.yaml")
     parsed = parse(overrides)
     choices = group_choices(root, parsed)
-    _check_known(parsed, choices, committed)
+    _check_known(parsed, choices, current)
     if choices:
         values = _hydra(root / "conf", "config", overrides)
-        differences = _differences(committed, values) or "nothing"
+        differences = _differences(current, values) or "nothing"
         print(f"composed from conf/; differs from params.yaml: {differences}", file=sys.stderr)
         return values
-    return _hydra(root, "params", overrides) if overrides else committed
+    return _hydra(root, "params", overrides) if overrides else current
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -90,7 +90,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: its new name, else the closest known name, else all known names.
+    """The end of a message about an unknown name: its new name, else the closest known name, else all known
+    names.
 
     Args:
         name: the key with its section, or the file with its group: "pretrain.lr", "model.euler_1m".
@@ -139,7 +140,9 @@ def _chooses_group(root: Path, override: Override) -> bool:
 def _check_known(
     overrides: Sequence[Override], choices: Sequence[Override], values: Mapping[str, Any]
 ) -> None:
-    """Raises ValueError for an override of an unknown key; overrides that choose a file or add a key are skipped."""
+    """Raises ValueError for an override of an unknown key; overrides that choose a file or add a key are
+    skipped.
+    """
     for override in overrides:
         if override not in choices and not override.is_add() and not _has(values, override.key_or_group):
             raise ValueError(
@@ -167,10 +170,13 @@ def _hydra(folder: Path, name: str, overrides: Sequence[str]) -> dict[str, Any]:
     return {str(section): value for section, value in values.items()}
 
 
+MISSING = object()
+
+
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """One line: `key=value` for every value of `new` that differs from `old`."""
     known = flat(old)
-    return ", ".join(f"{key}={value}" for key, value in flat(new).items() if known.get(key, flat) != value)
+    return ", ".join(f"{key}={value}" for key, value in flat(new).items() if known.get(key, MISSING) != value)
 
 
 def _one_line(error: Exception) -> str:

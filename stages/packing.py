@@ -1,11 +1,12 @@
 """Conversations packed into sequences of the context length, for training and evaluation.
 
-Best-fit decreasing: the longest conversation comes first. Each goes into the fullest row that still has room for it, or a new
-row. No conversation is split. The fill of the rows depends only on the lengths, so every epoch has the same number of rows. The
-seed decides which conversation of a length goes where, and the order of the rows.
+Best-fit decreasing: the longest conversation comes first. Each goes into the fullest row that still has room
+for it, or a new row. No conversation is split. The fill of the rows depends only on the lengths, so every
+epoch has the same number of rows. The seed decides which conversation of a length goes where, and the order
+of the rows.
 
-The rest of a row is filled with <|pad|>, a document of its own with weight 0. Within a row `document` is the number of the
-conversation, so attention and positions stay within it.
+The rest of a row is filled with <|pad|>, a document of its own with weight 0. Within a row `document` is the
+number of the conversation, so attention and positions stay within it.
 """
 
 from bisect import bisect_left, insort
@@ -55,10 +56,12 @@ def pack(lengths: Sequence[int], context: int) -> list[Row]:
 
 
 class SftBatches:
-    """Endless training micro-batches of packed conversations: each conversation once per epoch, every epoch in a new order.
+    """Endless training micro-batches of packed conversations: each conversation once per epoch, every epoch
+    in a new order.
 
-    Micro-batch i holds rows i * micro_batch .. (i + 1) * micro_batch - 1 of the endless sequence of epochs, so it may span two
-    epochs. Its content depends only on i and the seed. Every row has supervised tokens, since every conversation has some.
+    Micro-batch i holds rows i * micro_batch .. (i + 1) * micro_batch - 1 of the endless sequence of epochs,
+    so it may span two epochs. Its content depends only on i and the seed. Every row has supervised tokens,
+    since every conversation has some.
 
     Args:
         conversations: of `render_all` for this context.
@@ -114,7 +117,9 @@ class EvalConversations:
         return -(-len(self._rows) // self.micro_batch)
 
     def members(self, index: int) -> list[Row]:
-        """The conversations in each row of batch `index`, in the order of `document`; an empty list for a row of padding."""
+        """The conversations in each row of batch `index`, in the order of `document`; an empty list for a row
+        of padding.
+        """
         rows = self._rows[index * self.micro_batch : (index + 1) * self.micro_batch]
         return rows + [[] for _ in range(self.micro_batch - len(rows))]
 
@@ -140,7 +145,8 @@ def _fill(conversations: Rendered, rows: list[Row], context: int, pad_id: int) -
             document[row, start:end] = number
             weight[row, start:end] = supervised
             start = end
-    # A conversation opens with a special token of weight 0, so no target with weight belongs to another conversation.
+    # A conversation opens with a special token of weight 0, so no target with weight belongs to another
+    # conversation.
     loss_weight = np.ascontiguousarray(weight[:, 1:])
     targets = np.concatenate((tokens[:, 1:], np.full((len(rows), 1), pad_id, np.int32)), axis=1)
     return Batch(tokens, targets, document, loss_weight)

@@ -1,11 +1,16 @@
-"""The command params: conf/ -> params.yaml, as `dvc exp run` composes it. `dvc repro` reads only params.yaml, not conf/.
+"""The command params: conf/ -> params.yaml, as `dvc exp run` composes it. `dvc repro` reads only params.yaml,
+not conf/.
 
-    python -m stages.params --write [overrides]   writes params.yaml and keeps the overrides; without overrides, keeps nothing
-    python -m stages.params --compose             writes params.yaml with the kept overrides, after an edit in conf/
-    python -m stages.params --check [overrides]   exit code 1 and the differences if params.yaml is not that composition
+    python -m stages.params --write [overrides]   writes params.yaml and keeps the overrides; without
+    overrides, keeps nothing
+    python -m stages.params --compose             writes params.yaml with the kept overrides, after an edit in
+    conf/
+    python -m stages.params --check [overrides]   exit code 1 and the differences if params.yaml is not that
+    composition
     python -m stages.params [overrides]           prints the composition
 
-Kept overrides are in conf/kept/params.yaml, the last entry of the defaults list. So every later `dvc exp run` includes them.
+Kept overrides are in conf/kept/params.yaml, the last entry of the defaults list. So every later `dvc exp run`
+includes them.
 """
 
 import argparse
@@ -77,7 +82,8 @@ def keep(root: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Writes params.yaml with these overrides, keeps them in place of earlier ones, and returns the values.
 
     Raises:
-        ValueError: as in compose and validate, or the overrides cannot be kept. Both files are then unchanged.
+        ValueError: as in compose and validate, or the overrides cannot be kept. Both files are then
+            unchanged.
     """
     values = compose(root, ["kept=none", *overrides])
     validate(values)

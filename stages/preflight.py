@@ -1,8 +1,9 @@
-"""Look-ahead: what a later stage would refuse is found when a stage starts, before an expensive stage runs for nothing.
+"""Look-ahead: what a later stage would refuse is found when a stage starts, before an expensive stage runs
+for nothing.
 
-Each check reads parameters only, or files that earlier stages have written. settings.py validates each section; the checks here
-need several sections, the data or the machine. A check reads as little as possible: the manifest, the tokenizer, conversations
-up to the first that fits.
+Each check reads parameters only, or files that earlier stages have written. settings.py validates each
+section; the checks here need several sections, the data or the machine. A check reads as little as possible:
+the manifest, the tokenizer, conversations up to the first that fits.
 """
 
 import json
@@ -22,7 +23,8 @@ FIRST_TRAINED, *LATER_TRAINED = (stage.name for stage in TRAINED_STAGES)
 
 
 def objections(stage: str, settings: Settings, root: Path = Path()) -> Iterator[str]:
-    """One line for each problem that a stage after `stage` would report; each names the stage, the key and what to set.
+    """One line for each problem that a stage after `stage` would report; each names the stage, the key and
+    what to set.
 
     Args:
         stage: the stage that starts.
@@ -100,7 +102,8 @@ def _disk(stage: str, settings: Settings, root: Path) -> Iterator[str]:
     if states + checkpoints > free + there:
         needed, room = (states + checkpoints) / 1e9, (free + there) / 1e9
         yield (
-            f"pretrain: needs {needed:.1f} GB in {root.absolute()}, {states / 1e9:.1f} GB of them for resume states, "
+            f"pretrain: needs {needed:.1f} GB in {root.absolute()}, {states / 1e9:.1f} GB of them for resume "
+            "states, "
             f"but {room:.1f} GB are free; free disk space or choose a smaller model"
         )
 
@@ -114,7 +117,8 @@ def _windows(stage: str, settings: Settings, manifest: Path) -> Iterator[str]:
         max_tokens = corpus[split]["bytes"] + corpus[split]["count"]
         if 0 < max_tokens < needed:
             yield (
-                f"pretrain: split {split} of corpus {corpus['name']} has at most {max_tokens} tokens and needs {needed}, "
+                f"pretrain: split {split} of corpus {corpus['name']} has at most {max_tokens} tokens and "
+                f"needs {needed}, "
                 "one window of model.context and its last target; add text or set a smaller model.context"
             )
 
@@ -148,7 +152,8 @@ def _conversations(stage: str, settings: Settings, data: Path) -> Iterator[str]:
         path = data / "download" / f"conversations.{split}.jsonl.zst"
         if path.is_file() and not _some_fit(read_conversations(path), tokenizer, settings):
             yield (
-                f"sft: no conversation of {path} fits model.context = {settings.model.context}; use shorter ones, or set "
+                f"sft: no conversation of {path} fits model.context = {settings.model.context}; use shorter "
+                "ones, or set "
                 "a larger model.context or sft.overflow: truncate"
             )
 

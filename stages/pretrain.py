@@ -1,8 +1,9 @@
 """The stage pretrain: a language model trained on the token shards.
 
-Reads the shards and the tokenizer; writes a checkpoint, curves and samples. `python -m stages.pretrain [overrides]`; with
-runtime.plan=true it only prints the memory plan. pretrain.init_from names a checkpoint whose weights replace the random
-initial weights; the run then has fresh moments and starts its schedule at step 0.
+Reads the shards and the tokenizer; writes a checkpoint, curves and samples.
+`python -m stages.pretrain [overrides]`; with runtime.plan=true it only prints the memory plan.
+pretrain.init_from names a checkpoint whose weights replace the random initial weights; the run then has fresh
+moments and starts its schedule at step 0.
 """
 
 import math
@@ -46,8 +47,8 @@ def run(
         checkpoint, samples, curves, speed: outputs.
 
     Raises:
-        ValueError: the shards belong to another tokenizer, a split is smaller than one window, init_from holds another
-            model, or training failed.
+        ValueError: the shards belong to another tokenizer, a split is smaller than one window, init_from
+            holds another model, or training failed.
         SystemExit: Ctrl-C, after the state was saved.
     """
     tokenizer, training = Tokenizer.load(tokenizer_path), settings.pretrain
@@ -91,7 +92,8 @@ def initial_weights(folder: Path, config: ModelConfig, tokenizer_sha256: str) ->
     found = load(folder, hint=f"set pretrain.init_from to a folder with {MODEL} and {WEIGHTS}")
     if found.tokenizer_sha256 != tokenizer_sha256:
         raise ValueError(
-            f"pretrain.init_from: {folder} was trained with tokenizer {found.tokenizer_sha256[:12]}, but this run uses "
+            f"pretrain.init_from: {folder} was trained with tokenizer {found.tokenizer_sha256[:12]}, but "
+            "this run uses "
             f"tokenizer {tokenizer_sha256[:12]}; set train_bpe.pretrained to the tokenizer.json of that model"
         )
     theirs, ours = found.config.to_dict(), config.to_dict()

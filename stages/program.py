@@ -1,4 +1,6 @@
-"""Stages and commands as programs: command line, error messages, exit codes, and one stage at a time per checkout."""
+"""Stages and commands as programs: command line, error messages, exit codes, and one stage at a time per
+checkout.
+"""
 
 import math
 import os
@@ -22,7 +24,9 @@ USAGE = "[key=value ...]  for example pretrain.steps=200 model=gpt2_124m +experi
 
 
 def stage_main(name: str, run: Callable[[Settings], None]) -> None:
-    """The main() of a stage: command line -> settings -> look-ahead -> run, one stage at a time per checkout."""
+    """The main() of a stage: command line -> settings -> look-ahead -> run, one stage at a time per
+    checkout.
+    """
 
     def stage(argv: list[str]) -> None:
         settings = load(argv)
@@ -51,14 +55,16 @@ def look_ahead(name: str, settings: Settings) -> None:
 
 @contextmanager
 def stage_lock(name: str) -> Iterator[None]:
-    """A lock that lets one stage at a time run in this checkout; otherwise a stage could read files that another replaces.
+    """A lock that lets one stage at a time run in this checkout; otherwise a stage could read files that
+    another replaces.
 
-    While another stage runs, this one prints a line and waits. DVC has its own locks, but they do not cover a stage run by hand,
-    or a stage whose `dvc` was killed. The system releases this lock when the process ends, even after SIGKILL.
+    While another stage runs, this one prints a line and waits. DVC has its own locks, but they do not cover a
+    stage run by hand, or a stage whose `dvc` was killed. The system releases this lock when the process ends,
+    even after SIGKILL.
 
     Raises:
-        ValueError: another stage was started while this one waited. Of several waiting stages only the last may run: the `dvc`
-            of an earlier one may be gone, and its outputs would replace newer ones.
+        ValueError: another stage was started while this one waited. Of several waiting stages only the last
+            may run: the `dvc` of an earlier one may be gone, and its outputs would replace newer ones.
     """
     folder, own = Path(".nanoeuler"), f"{name} (process {os.getpid()})"
     lock, running, last = FileLock(folder / "running.lock"), folder / "running", folder / "started"
@@ -75,7 +81,8 @@ def stage_lock(name: str) -> Iterator[None]:
             if later != own:
                 lock.release()
                 raise ValueError(
-                    f"{name}: {later} was started while this one waited; start this one again if you still need it"
+                    f"{name}: {later} was started while this one waited; start this one again if you still "
+                    "need it"
                 ) from None
     try:
         write_text(running, own)
@@ -85,7 +92,8 @@ def stage_lock(name: str) -> Iterator[None]:
 
 
 def command_main(run: Callable[[list[str]], None]) -> None:
-    """Runs a program on its arguments. An error that the user can fix is one line on standard error, not a traceback.
+    """Runs a program on its arguments. An error that the user can fix is one line on standard error, not a
+    traceback.
 
     The exit code is 1 after an error and 130 after Ctrl-C. (DVC takes 0 for success, whatever happened.)
     """

@@ -1,7 +1,8 @@
 """Ready-made token shards (`shard.pretokenized`): llm.c's .bin files, checked and read in place.
 
-A folder holds `*train*.bin` and `*val*.bin` files, such as FineWeb in GPT-2's vocabulary. They are read in sorted order. One
-pass over the data makes the same counts as for our own shards, and the CRC-32 of each block.
+A folder holds `*train*.bin` and `*val*.bin` files, such as FineWeb in GPT-2's vocabulary. They are read in
+sorted order. One pass over the data makes the same counts as for our own shards, and the CRC-32 of each
+block.
 """
 
 from pathlib import Path
@@ -30,7 +31,8 @@ def adopt_shards(folder: Path, tokenizer: Tokenizer) -> dict[str, Counts]:
 
     Args:
         folder: the value of shard.pretokenized.
-        tokenizer: the one that made the files. Every id must be below its vocabulary size. A separator counts as a document.
+        tokenizer: the one that made the files. Every id must be below its vocabulary size. A separator counts
+            as a document.
 
     Raises:
         ValueError: a split has no file, a file is not llm.c's or is cut off, or an id is too high.

@@ -1,11 +1,12 @@
 """Resume states: a killed run continues from the newest one, and a longer run from that of a shorter one.
 
-A state is one file with everything that training still needs. DVC deletes the outputs of a stage when the stage starts. So states
-are kept elsewhere, in .nanoeuler/resume/<fingerprint>/ of the main checkout. The fingerprint is a hash of everything that decides
-the bits of the run, and only an exact match resumes.
+A state is one file with everything that training still needs. DVC deletes the outputs of a stage when the
+stage starts. So states are kept elsewhere, in .nanoeuler/resume/<fingerprint>/ of the main checkout. The
+fingerprint is a hash of everything that decides the bits of the run, and only an exact match resumes.
 
-There is one other exact match. With schedule wsd the learning rate before the cool-down does not depend on the length of the run.
-A state from there is also a state of a run with other steps or another cool-down. Such runs have the same `trunk`.
+Exception: with schedule wsd the learning rate before the cool-down does not depend on the length of the run.
+So runs that differ only in steps and cooldown_steps can share states from before the cool-down. They have the
+same `shared_hash`.
 """
 
 import ast
@@ -36,20 +37,21 @@ WORK, FINISHED = "work.json", "finished"
 
 
 @dataclass(frozen=True)
-class Work:
+class RunIdentity:
     """The identity of a run.
 
     Args:
         stage: name of the stage.
-        trunk: a hash of everything that decides the bits of the run, except its length and its cool-down.
+        shared_hash: a hash of everything that decides the bits of the run, except its length and its
+            cool-down.
         steps: length of the run.
-        trunk_steps: steps before the cool-down; 0 if the schedule depends on the length of the run.
+        steps_before_cooldown: steps before the cool-down; 0 if the schedule depends on the length of the run.
     """
 
     stage: str
-    trunk: str
+    shared_hash: str
     steps: int
-    trunk_steps: int
+    steps_before_cooldown: int
 
     @property
     def fingerprint(self) -> str:
@@ -73,19 +75,20 @@ class State:
 
 
 class ResumeFolder:
-    """The resume states of one run. Locked while it is open; opening prints a line and waits while another process holds it.
+    """The resume states of one run. Locked while it is open; opening prints a line and waits while another
+    process holds it.
 
-    A finished run stays until another run of the same stage finishes. So nothing is repeated after a kill before DVC writes
-    dvc.lock, or after an older dvc.lock is checked out. Unfinished runs stay.
+    A finished run stays until another run of the same stage finishes. So nothing is repeated after a kill
+    before DVC writes dvc.lock, or after an older dvc.lock is checked out. Unfinished runs stay.
 
     Args:
-        work: this run.
+        identity: this run.
         root: contains the folders of all runs.
         say: prints a line for the user.
     """
 
-    def __init__(self, work: Work, root: Path, say: Callable[[str], None] = print) -> None:
-        self.work, self.folder = work, root / work.fingerprint
+    def __init__(self, identity: RunIdentity, root: Path, say: Callable[[str], None] = print) -> None:
+        self.identity, self.folder = identity, root / identity.fingerprint
         self._say = say
         self._lock, self._root_lock = FileLock(self.folder / "lock"), FileLock(root / "lock")
 
@@ -94,13 +97,14 @@ class ResumeFolder:
         while not self._try_to_open():
             if not waiting:
                 self._say(
-                    f"waiting for another process with the same run, which holds {self.folder}; Ctrl-C gives up"
+                    f"waiting for another process with the same run, which holds {self.folder}; Ctrl-C gives "
+                    "up"
                 )
                 waiting = True
             time.sleep(0.5)
         for leftover in self.folder.glob("*.partial"):
             leftover.unlink()
-        write_text(self.folder / WORK, json.dumps(asdict(self.work)))
+        write_text(self.folder / WORK, json.dumps(asdict(self.identity)))
         self._name_unfinished()
         return self
 
@@ -117,7 +121,8 @@ class ResumeFolder:
         return next(iter(_states(self.folder)), None)
 
     def load(self) -> State | None:
-        """The newest valid state of this run, else of another run that this one can continue; None if there is none.
+        """The newest valid state of this run, else of another run that this one can continue; None if there
+        is none.
 
         A damaged state is reported and removed.
         """
@@ -130,7 +135,8 @@ class ResumeFolder:
                 with suppress(FileNotFoundError):  # the other run is training and has replaced this state
                     if state := self._read(path):
                         self._say(
-                            f"resumed at step {state.step} of an earlier run of {steps} steps in {path.parent}"
+                            f"resumed at step {state.step} of an earlier run of {steps} steps in "
+                            f"{path.parent}"
                         )
                         return state
         return None
@@ -151,13 +157,15 @@ class ResumeFolder:
         )
 
     def finish(self) -> None:
-        """Marks this run as finished, keeps its newest state, and removes other finished runs of the stage."""
-        write_text(self.folder / FINISHED, self.work.stage)
+        """Marks this run as finished, keeps its newest state, and removes other finished runs of the
+        stage.
+        """
+        write_text(self.folder / FINISHED, self.identity.stage)
         self._keep(_states(self.folder)[:1])
         with self._root_lock:
             for other in self.folder.parent.iterdir():
                 if other != self.folder and _finished_stage(other) in (
-                    self.work.stage,
+                    self.identity.stage,
                     "",
                 ):  # "": written by an older version
                     _remove_if_free(other)
@@ -166,7 +174,9 @@ class ResumeFolder:
         """Removes all other states, except the one of the last step before the cool-down."""
         steps = {_step(path) for path in kept}
         for path in _states(self.folder):
-            if path not in kept and (_step(path) in steps or _step(path) != self.work.trunk_steps):
+            if path not in kept and (
+                _step(path) in steps or _step(path) != self.identity.steps_before_cooldown
+            ):
                 path.unlink()
 
     def _read(self, path: Path) -> State | None:
@@ -179,12 +189,14 @@ class ResumeFolder:
             return State(_step(path), arrays, json.loads(file.metadata()["history"]))
 
     def _of_earlier_runs(self) -> list[tuple[Path, int]]:
-        """States of other runs that are also states of this one, with the length of their runs; the newest state first."""
+        """States of other runs that are also states of this one, with the length of their runs; the newest
+        state first.
+        """
         found = []
         for path in self.folder.parent.glob(f"*/{WORK}"):
             other = json.loads(path.read_text(encoding="utf-8"))
-            if other["trunk"] == self.work.trunk and path.parent != self.folder:
-                common = min(other["trunk_steps"], self.work.trunk_steps)
+            if other.get("shared_hash") == self.identity.shared_hash and path.parent != self.folder:
+                common = min(other["steps_before_cooldown"], self.identity.steps_before_cooldown)
                 found += [(state, other["steps"]) for state in _states(path.parent) if _step(state) <= common]
         return sorted(found, key=lambda one: _step(one[0]), reverse=True)
 
@@ -196,11 +208,14 @@ class ResumeFolder:
                     size += path.stat().st_size
         if size:
             self._say(
-                f"unfinished runs with other settings use {size >> 20} MiB of resume states in {root}; delete unneeded ones"
+                f"unfinished runs with other settings use {size >> 20} MiB of resume states in {root}; "
+                "delete unneeded ones"
             )
 
     def _try_to_open(self) -> bool:
-        """Acquires the lock if it is free. The lock of the root prevents that the folder is removed meanwhile."""
+        """Acquires the lock if it is free. The lock of the root prevents that the folder is removed
+        meanwhile.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._root_lock:
@@ -243,7 +258,9 @@ def _remove_if_free(folder: Path) -> None:
 
 
 def resume_root() -> Path:
-    """The folder of resume states: in the main checkout, even if DVC runs the stage in a temporary copy of it."""
+    """The folder of resume states: in the main checkout, even if DVC runs the stage in a temporary copy of
+    it.
+    """
     return Path(os.environ.get("DVC_ROOT", ".")) / ".nanoeuler" / "resume"
 
 
@@ -251,7 +268,8 @@ def fingerprint(files: Iterable[Path], values: Mapping[str, Any]) -> str:
     """A hash of everything that decides the bits of a run.
 
     Args:
-        files: data and sources; a folder stands for all files in it. Names and contents count, parent folders do not.
+        files: data and sources; a folder stands for all files in it. Names and contents count, parent folders
+            do not.
         values: parameters, device and library versions, as plain values for JSON.
     """
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8"))

@@ -24,7 +24,8 @@ def build(kind: Any, value: Any, key: str) -> Any:
     """Converts a plain value to the type of a field.
 
     Args:
-        kind: a dataclass, Literal, tuple[X, ...], X | None, float, int, bool or str. Path | None is a text; NOTHING means None.
+        kind: a dataclass, Literal, tuple[X, ...], X | None, float, int, bool or str. Path | None is a text;
+            NOTHING means None.
         value: from params.yaml. An int is valid for a float; a bool is not valid for an int.
         key: the dotted key, for the message.
 

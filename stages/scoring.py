@@ -1,4 +1,6 @@
-"""The measurements of eval: text, conversations and replies. Sums are float64 over the fp32 values of the engine."""
+"""The measurements of eval: text, conversations and replies. Sums are float64 over the fp32 values of the
+engine.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +29,8 @@ class HeadScore:
     Args:
         loss: nats per token.
         accuracy: share of tokens to which the head gives the highest probability.
-        unigram_loss: nats per token of the unigram model (token frequencies of the training text) on the same tokens.
+        unigram_loss: nats per token of the unigram model (token frequencies of the training text) on the same
+            tokens.
     """
 
     loss: float
@@ -37,7 +40,9 @@ class HeadScore:
 
 @dataclass(frozen=True)
 class TextScore:
-    """A model on held-out text: loss of head 0 in nats per token and in bits per UTF-8 byte, and all heads."""
+    """A model on held-out text: loss of head 0 in nats per token and in bits per UTF-8 byte, and all
+    heads.
+    """
 
     loss: float
     bits_per_byte: float
@@ -46,7 +51,9 @@ class TextScore:
 
 @dataclass(frozen=True)
 class AnswerScore:
-    """A model on held-out answers: nats per token of the contents, of the end-of-turn tokens, and of both, as sft trains."""
+    """A model on held-out answers: nats per token of the contents, of the end-of-turn tokens, and of both, as
+    sft trains.
+    """
 
     content_loss: float
     end_loss: float
@@ -62,7 +69,9 @@ class Reply:
 
 
 def unigram_nats(shards: ShardSet) -> NDArray[np.float64]:
-    """-log of the frequency of each id in a split, (vocab_size,) nats. Add-one smoothing covers ids that never occur."""
+    """-log of the frequency of each id in a split, (vocab_size,) nats. Add-one smoothing covers ids that
+    never occur.
+    """
     counts = np.ones(shards.vocab_size, np.int64)
     for start in range(0, shards.tokens, READ_TOKENS):
         ids = shards.read(start, min(start + READ_TOKENS, shards.tokens))
@@ -77,7 +86,8 @@ def score_text(engine: Engine, windows: EvalWindows, unigram: NDArray[np.float64
         engine: the model.
         windows: the split.
         unigram: from unigram_nats.
-        heads: number of prediction heads. Head k predicts the token k + 1 ahead, if it is in the same window and document.
+        heads: number of prediction heads. Head k predicts the token k + 1 ahead, if it is in the same window
+            and document.
     """
     sums = np.zeros((4, heads))  # weight, nll, correct, unigram
     for index in range(len(windows)):
@@ -113,7 +123,8 @@ class HeldOutAnswers:
 
     Args:
         true:     answers after their own questions; None if no conversation fits the context.
-        shuffled: the same answers after questions of other conversations; None if questions cannot be exchanged.
+        shuffled: the same answers after questions of other conversations; None if questions cannot be
+            exchanged.
         missing:  the reason for each metric that cannot be computed, by its name in metrics.json.
     """
 
@@ -136,8 +147,8 @@ def held_out_answers(
 ) -> HeldOutAnswers:
     """Renders the held-out answers after their own questions and after shuffled ones.
 
-    If questions can be exchanged, only conversations that fit the context both ways are scored. So both contain the same answers.
-    A metric that cannot be computed is named in `missing`; it is not an error.
+    If questions can be exchanged, only conversations that fit the context both ways are scored. So both
+    contain the same answers. A metric that cannot be computed is named in `missing`; it is not an error.
     """
     own = [one for one in conversations if {"user", "assistant"} <= {message["role"] for message in one}]
     fits_own = _lengths(own, tokenizer) <= context
@@ -181,7 +192,9 @@ def eval_batches(rendered: Rendered, *, micro_batch: int, context: int, pad_id: 
 def write_replies(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int, end_id: int
 ) -> list[Reply]:
-    """An answer to each prompt. It ends by itself if its end-of-turn token comes within max_tokens and within the context."""
+    """An answer to each prompt. It ends by itself if its end-of-turn token comes within max_tokens and within
+    the context.
+    """
     if not prompts:
         return []
     context = engine.config.context

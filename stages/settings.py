@@ -1,10 +1,11 @@
 """params.yaml and command-line overrides -> frozen, validated dataclasses.
 
-One dataclass per section, one field per key; conf/ explains every key. An unknown, missing, ill-typed or out-of-range key is a
-ValueError that names it. Overrides have the form of `dvc exp run -S`:
+One dataclass per section, one field per key; conf/ explains every key. An unknown, missing, ill-typed or
+out-of-range key is a ValueError that names it. Overrides have the form of `dvc exp run -S`:
 
     pretrain.lr=1e-3            a value: changes the value in params.yaml
-    model=gpt2_124m             a file of a group: composes conf/ again, exactly as DVC does, and prints what differs
+    model=gpt2_124m             a file of a group: composes conf/ again, exactly as DVC does, and prints what
+    differs
     +experiment=smoke           a named run: as for a group
 """
 
@@ -21,7 +22,7 @@ from stages.special_tokens import NEEDED
 from stages.trained_stages import TRAINED_STAGES
 from stages.training_settings import Pretrain, Sft
 
-BYTES = 256  # the ids of every vocabulary that are not learned
+BYTE_IDS = 256  # the ids of every vocabulary that are not learned
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class TrainBpe:
     pretrained: Path | None
 
     def __post_init__(self) -> None:
-        min_size = BYTES + len(self.special_tokens)
+        min_size = BYTE_IDS + len(self.special_tokens)
         expected = f"{min_size} (bytes and special tokens) to 65536 (shards hold uint16)"
         require(min_size <= self.vocab_size <= 65536, "train_bpe.vocab_size", expected, self.vocab_size)
         require(self.sample_bytes >= 1, "train_bpe.sample_bytes", "at least 1", self.sample_bytes)
@@ -66,7 +67,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Model:
-    """conf/model: the keys of kernels.config.ModelConfig without the vocabulary size, which the tokenizer gives."""
+    """conf/model: the keys of kernels.config.ModelConfig without the vocabulary size, which the tokenizer
+    gives.
+    """
 
     layers: int
     heads: int
@@ -84,7 +87,7 @@ class Model:
     norm_eps: float
 
     def __post_init__(self) -> None:
-        self.config(vocab_size=BYTES)  # ModelConfig validates; any vocabulary size will do
+        self.config(vocab_size=BYTE_IDS)  # ModelConfig validates; any vocabulary size will do
 
     def config(self, vocab_size: int) -> ModelConfig:
         """The model for a tokenizer with vocab_size ids."""
@@ -153,7 +156,8 @@ def load(argv: Sequence[str]) -> Settings:
         argv: overrides in Hydra's grammar, as for `dvc exp run -S`.
 
     Raises:
-        ValueError: a key, value or override is wrong, or the current folder is not the root of the repository.
+        ValueError: a key, value or override is wrong, or the current folder is not the root of the
+            repository.
     """
     root = Path.cwd()
     if not (root / "params.yaml").is_file() or not (root / "dvc.yaml").is_file():
@@ -165,8 +169,8 @@ def validate(values: Mapping[str, Any]) -> Settings:
     """Plain values -> Settings. MTP loss weights beyond the heads of the model are removed.
 
     Raises:
-        ValueError: a key is wrong, there are too few MTP loss weights, DVC does not watch a local file, or ready-made shards
-            come without their tokenizer.
+        ValueError: a key is wrong, there are too few MTP loss weights, DVC does not watch a local file, or
+            ready-made shards come without their tokenizer.
     """
     settings = build(Settings, values, "")
     for name, sources, local_path in (

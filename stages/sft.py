@@ -1,8 +1,8 @@
 """The stage sft: trains the base model on conversations, which makes it a chat model.
 
-The loop is the one of pretraining. It starts from the weights of the base checkpoint with fresh moments. Its sequences are
-packed conversations. Only the tokens of the assistant, including the end of turn, count in the loss.
-`python -m stages.sft [overrides]`; with runtime.plan=true it only prints the memory plan.
+The loop is the one of pretraining. It starts from the weights of the base checkpoint with fresh moments. Its
+sequences are packed conversations. Only the tokens of the assistant, including the end of turn, count in the
+loss. `python -m stages.sft [overrides]`; with runtime.plan=true it only prints the memory plan.
 """
 
 import math
@@ -45,16 +45,18 @@ def run(
         checkpoint, samples, curves, speed: outputs.
 
     Raises:
-        ValueError: the base model belongs to another tokenizer or has another number of heads, no conversation fits, or
-            training failed.
+        ValueError: the base model belongs to another tokenizer or has another number of heads, no
+            conversation fits, or training failed.
         SystemExit: Ctrl-C, after the state was saved.
     """
     tokenizer, training = Tokenizer.load(tokenizer_path), settings.sft
     start = load(base, tokenizer.sha256)
     config = start.config
     if (given := len(training.mtp_loss_weights)) != config.mtp_heads:
-        raise ValueError(f"sft.mtp_loss_weights: expected one weight for each of the {config.mtp_heads} MTP heads of {base}, "
-                         f"got {given}; set model.mtp_heads={config.mtp_heads}, or pretrain such a model first")  # fmt: skip
+        raise ValueError(f"sft.mtp_loss_weights: expected one weight for each of the {config.mtp_heads} MTP "
+                         f"heads of {base}, "
+                         f"got {given}; set model.mtp_heads={config.mtp_heads}, or pretrain such a model "
+                         "first")  # fmt: skip
     engine = build_engine(settings, training, config)
     if engine is None:
         return

@@ -1,8 +1,9 @@
 """The stage shard: documents -> token shards, or an index of ready-made ones.
 
 Reads data/download's texts and the tokenizer, writes data/shard. `python -m stages.shard [overrides]`.
-Documents are streamed and encoded in batches on all cores. Memory is bounded by BATCH_BYTES of text and the longest document.
-With `shard.pretokenized` the texts are not read: index.json then names the files of that folder.
+Documents are streamed and encoded in batches on all cores. Memory is bounded by BATCH_BYTES of text and the
+longest document. With `shard.pretokenized` the texts are not read: index.json then names the files of that
+folder.
 """
 
 from collections.abc import Iterable, Iterator
@@ -58,7 +59,8 @@ def run(
             splits[split] = shard_documents(read_documents(source), tokenizer, writer)
             if not splits[split].bytes:
                 raise ValueError(
-                    f"{source}: expected at least one document with text, found none; give the corpus more text"
+                    f"{source}: expected at least one document with text, found none; give the corpus more "
+                    "text"
                 )
             report(split, splits[split])
     else:
@@ -98,7 +100,8 @@ def batches_of_text(documents: Iterable[str], size: int) -> Iterator[list[bytes]
             texts.append(document.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"document {number}: a lone surrogate at character {error.start} is not Unicode text; remove it"
+                f"document {number}: a lone surrogate at character {error.start} is not Unicode text; remove "
+                "it"
             ) from None
         total += len(texts[-1])
         if total >= size:

@@ -2,14 +2,17 @@
 
 A split is one or more files in llm.c's layout:
 
-    256 x int32, little-endian: 20240520, 1, number of tokens, zeros      then uint16, little-endian, one per token
+    256 x int32, little-endian: 20240520, 1, number of tokens, zeros      then uint16, little-endian, one per
+    token
 
-`index.json` in data/shard says which tokenizer made them. It names each split's files in order, with a CRC-32 of every block
-of BLOCK_TOKENS tokens. Files that the stage made are in the folder of the index. Ready-made ones (`shard.pretokenized`) stay in
-their own folder, whose path the index holds as it was given. If that folder moved, the error names `shard.pretokenized`.
+`index.json` in data/shard says which tokenizer made them. It names each split's files in order, with a CRC-32
+of every block of BLOCK_TOKENS tokens. Files that the stage made are in the folder of the index. Ready-made
+ones (`shard.pretokenized`) stay in their own folder, whose path the index holds as it was given. If that
+folder moved, the error names `shard.pretokenized`.
 
-A block is checked when the first window that touches it is read, and never again in that process. So no pass over the
-whole corpus is needed. The first window of a block costs the read and the CRC-32 of 64 KiB: tens of microseconds.
+A block is checked when the first window that touches it is read, and never again in that process. So no pass
+over the whole corpus is needed. The first window of a block costs the read and the CRC-32 of 64 KiB: tens of
+microseconds.
 """
 
 import json
@@ -30,8 +33,9 @@ HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 MAX_VOCAB = 65536  # ids are uint16
 MAX_TOKENS = 2**31 - 1  # the count is int32
-# Larger blocks slow down the first windows; smaller ones enlarge the index. 64 KiB: an index of 2.4 MB for 20 GB of tokens.
-# AMD EPYC, 2026-12: a read from the page cache takes 25 us, for 2 KiB as for 64 KiB. The CRC-32 of 64 KiB takes 15 us.
+# Larger blocks slow down the first windows; smaller ones enlarge the index. 64 KiB: an index of 2.4 MB for 20
+# GB of tokens. AMD EPYC, 2026-12: a read from the page cache takes 25 us, for 2 KiB as for 64 KiB. The CRC-32
+# of 64 KiB takes 15 us.
 BLOCK_TOKENS = 1 << 15
 CRC_DIGITS = 8  # hexadecimal digits per block
 FIX_HINT = "run: .venv/bin/dvc repro shard"
@@ -88,7 +92,9 @@ def block_crc32(data: bytes | memoryview) -> str:
 
 
 def fix_hint(taken_from: str | None) -> str:
-    """The end of an error message about a file: what to do. `taken_from`: the folder of ready-made shards, if any."""
+    """The end of an error message about a file: what to do. `taken_from`: the folder of ready-made shards, if
+    any.
+    """
     if taken_from is None:
         return FIX_HINT
     return f"put the files of shard.pretokenized = {taken_from} back, or {FIX_HINT}"
@@ -153,13 +159,15 @@ class ShardSet:
     def read(self, start: int, stop: int) -> NDArray[np.int32]:
         """The ids at start .. stop - 1 of the stream, which may span files.
 
-        Each call opens, reads and closes the files. No memory map stays open, so resident memory does not grow.
+        Each call opens, reads and closes the files. No memory map stays open, so resident memory does not
+        grow.
 
         Returns:
             (stop - start,) int32, a new array.
 
         Raises:
-            ValueError: the range is not in the stream, a file has changed since it was written or opened, or an id is too high.
+            ValueError: the range is not in the stream, a file has changed since it was written or opened, or
+                an id is too high.
         """
         if not 0 <= start < stop <= self.tokens:
             raise ValueError(
@@ -189,7 +197,8 @@ class ShardSet:
         if int(ids.max()) >= self.vocab_size:
             where = first + int(ids.argmax())
             raise ValueError(
-                f"{path}: expected ids below {self.vocab_size}, found {ids.max()} at token {where}; {self.fix_hint}"
+                f"{path}: expected ids below {self.vocab_size}, found {ids.max()} at token {where}; "
+                f"{self.fix_hint}"
             )
         return ids
 
@@ -231,7 +240,8 @@ def open_split(folder: Path, split: str, tokenizer_sha256: str, vocab_size: int)
     if index["tokenizer_sha256"] != tokenizer_sha256:
         found = str(index["tokenizer_sha256"])[:12]
         raise ValueError(
-            f"{path}: expected shards of tokenizer {tokenizer_sha256[:12]}, found those of {found}; {FIX_HINT}"
+            f"{path}: expected shards of tokenizer {tokenizer_sha256[:12]}, found those of {found}; "
+            f"{FIX_HINT}"
         )
     if index["vocab_size"] != vocab_size:
         raise ValueError(
@@ -264,7 +274,8 @@ def _read_index(folder: Path) -> dict[str, Any]:
         valid = False
     if not valid:
         raise ValueError(
-            f"{path}: expected tokenizer_sha256, vocab_size and splits as the stage shard writes them; {FIX_HINT}"
+            f"{path}: expected tokenizer_sha256, vocab_size and splits as the stage shard writes them; "
+            f"{FIX_HINT}"
         )
     return index
 

@@ -1,4 +1,6 @@
-"""Writing token shards: ids are streamed into files of shard.tokens_per_shard tokens. index.json is written last."""
+"""Writing token shards: ids are streamed into files of shard.tokens_per_shard tokens. index.json is written
+last.
+"""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -26,7 +28,8 @@ from stages.shard_format import (
 from stages.text_files import atomic_file, wrap_write_errors, write_json
 
 MAX_SHARDS = 100_000  # five digits in the name
-# Fewest tokens of a last shard. llm.c aborts on a shard shorter than a batch; its batches for GPT-2 have 2^19 tokens.
+# Fewest tokens of a last shard. llm.c aborts on a shard shorter than a batch; its batches for GPT-2 have 2^19
+# tokens.
 LAST_TOKENS = 1 << 20
 
 
@@ -46,11 +49,13 @@ def to_uint16(tokens: NDArray[np.integer[Any]], vocab_size: int) -> NDArray[np.u
 
 
 class ShardWriter:
-    """Writes a stream of ids as shards of tokens_per_shard tokens. A context manager, whose exit closes the last shard.
+    """Writes a stream of ids as shards of tokens_per_shard tokens. A context manager, whose exit closes the
+    last shard.
 
-    The last shard holds at least the smaller of tokens_per_shard and LAST_TOKENS, unless it is the only one. A shorter rest is
-    appended to the shard before, which then exceeds tokens_per_shard. A full shard therefore stays open until the next one has
-    enough tokens. Those wait in memory: at most 2 MB and the caller's piece.
+    The last shard holds at least the smaller of tokens_per_shard and LAST_TOKENS, unless it is the only one.
+    A shorter rest is appended to the shard before, which then exceeds tokens_per_shard. A full shard
+    therefore stays open until the next one has enough tokens. Those wait in memory: at most 2 MB and the
+    caller's piece.
 
     A shard appears under its name when it is complete.
 
@@ -63,7 +68,8 @@ class ShardWriter:
         max_tokens = MAX_TOKENS - LAST_TOKENS  # the last shard may exceed tokens_per_shard by LAST_TOKENS
         if not 1 <= tokens_per_shard <= max_tokens:
             raise ValueError(
-                f"shard.tokens_per_shard: expected 1 to {max_tokens} (counts are int32), got {tokens_per_shard}"
+                f"shard.tokens_per_shard: expected 1 to {max_tokens} (counts are int32), got "
+                f"{tokens_per_shard}"
             )
         self.folder, self.split = folder, split
         self.vocab_size, self.tokens_per_shard = vocab_size, tokens_per_shard
@@ -100,7 +106,8 @@ class ShardWriter:
     def _begin(self) -> BinaryIO:
         if len(self.files) == MAX_SHARDS:
             raise ValueError(
-                f"shard.tokens_per_shard: {self.tokens_per_shard} gives over {MAX_SHARDS} files; set it higher"
+                f"shard.tokens_per_shard: {self.tokens_per_shard} gives over {MAX_SHARDS} files; set it "
+                "higher"
             )
         self._file = self._open.enter_context(
             atomic_file(shard_path(self.folder, self.split, len(self.files)))

@@ -1,7 +1,8 @@
-"""Reading text files (plain, .gz or .zst) and our own .jsonl.zst; atomic writing of every file of this project.
+"""Reading text files (plain, .gz or .zst) and our own .jsonl.zst; atomic writing of every file of this
+project.
 
-Readers stream, except read_text. Every error names the file, and the line if there is one. A file appears under its name only
-when it is complete.
+Readers stream, except read_text. Every error names the file, and the line if there is one. A file appears
+under its name only when it is complete.
 """
 
 import codecs
@@ -90,7 +91,9 @@ def read_lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
 
 
 def _with_newlines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """The same bytes with every line end as LF. A CR at the end of a chunk is held back: an LF may follow it."""
+    """The same bytes with every line end as LF. A CR at the end of a chunk is held back: an LF may follow
+    it.
+    """
     held = b""
     for chunk in chunks:
         data = held + chunk
@@ -175,7 +178,8 @@ def unwritable(path: Path, reason: object) -> ValueError:
     """The error for a file or folder that cannot be written."""
     cache_hint = ", or set NANOEULER_CACHE to another folder" if path.is_relative_to(user_cache()) else ""
     return ValueError(
-        f"{path.as_posix()}: cannot be written: {reason}; make room there or give this user the right{cache_hint}"
+        f"{path.as_posix()}: cannot be written: {reason}; make room there or give this user the "
+        f"right{cache_hint}"
     )
 
 
@@ -190,10 +194,11 @@ def wrap_write_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_replace(path: Path) -> Iterator[Path]:
-    """Yields a temporary path in the folder of `path`. After the block the file written there replaces `path`.
+    """Yields a temporary path in the folder of `path`. After the block the file written there replaces
+    `path`.
 
-    The temporary path is always the same, so a repeated run overwrites what a killed run left. Two processes must therefore
-    not replace the same file at once.
+    The temporary path is always the same, so a repeated run overwrites what a killed run left. Two processes
+    must therefore not replace the same file at once.
 
     Raises:
         ValueError: the file cannot be written (full disk, read-only folder); `path` is unchanged.
@@ -233,7 +238,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 class RowWriter:
-    """Writes rows as JSON lines into one zstd frame. The bytes depend only on the rows and on the library's version."""
+    """Writes rows as JSON lines into one zstd frame. The bytes depend only on the rows and on the library's
+    version.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._digest, self._text_digest = stream, hashlib.sha256(), hashlib.sha256()

@@ -1,6 +1,7 @@
 """The stage train_bpe: documents -> tokenizer.json.
 
-Reads data/download's training text, writes data/train_bpe/tokenizer.json. `python -m stages.train_bpe [overrides]`.
+Reads data/download's training text, writes data/train_bpe/tokenizer.json.
+`python -m stages.train_bpe [overrides]`.
 """
 
 import time
@@ -30,7 +31,8 @@ def run(
         tokenizer_path: output file.
 
     Raises:
-        ValueError: the text cannot be read or gives too few merges, or train_bpe.pretrained is no such tokenizer.
+        ValueError: the text cannot be read or gives too few merges, or train_bpe.pretrained is no such
+            tokenizer.
     """
     chosen, threads = settings.train_bpe, settings.runtime.threads
     documents = read_documents(train)
@@ -48,15 +50,17 @@ def run(
     text_bytes = sum(len(text) for text in texts)
     tokens = sum(len(ids) for ids in tokenizer.encode_batch(texts, threads=threads))
     ratio = f", {text_bytes / tokens:.2f} bytes per token" if tokens else ""  # corpus=none has no text
-    print(f"{tokenizer.vocab_size:,} ids ({len(tokenizer.special)} special), {origin} {len(texts):,} documents, "
+    print(f"{tokenizer.vocab_size:,} ids ({len(tokenizer.special)} special), {origin} {len(texts):,} "
+          "documents, "
           f"{text_bytes:,} bytes: {tokens:,} tokens{ratio}; {spent_s:.1f} s", flush=True)  # fmt: skip
 
 
 def sample(documents: Iterable[str], max_bytes: int) -> list[bytes]:
-    """Every n-th document, from the first on. n is the smallest power of two with which they fit into `max_bytes`.
+    """Every n-th document, from the first on. n is the smallest power of two with which they fit into
+    `max_bytes`.
 
-    So the sample spreads over the whole text and depends only on the text. It takes one pass and `max_bytes` of memory. A
-    longer document is cut at `max_bytes`, between two characters.
+    So the sample spreads over the whole text and depends only on the text. It takes one pass and `max_bytes`
+    of memory. A longer document is cut at `max_bytes`, between two characters.
     """
     every, total = 1, 0
     kept: list[tuple[int, bytes]] = []

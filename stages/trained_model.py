@@ -1,4 +1,6 @@
-"""A trained model as eval, chat, generate and export open it: its checkpoint, its tokenizer and, if wanted, an engine."""
+"""A trained model as eval, chat, generate and export open it: its checkpoint, its tokenizer and, if wanted,
+an engine.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,9 @@
 """The stages that train a model, in the order of the pipeline.
 
-A new training stage needs one entry here and its own parts: stages/<name>.py with its test, a dataclass in training_settings.py
-with a field in settings.py, conf/<name>/ with lines in conf/config.yaml and conf/experiment/smoke.yaml, and lines in dvc.yaml.
-Order of stages, look-ahead, evaluation and --model of the commands follow from TRAINED_STAGES.
+A new training stage needs one entry here and its own parts: stages/<name>.py with its test, a dataclass in
+training_settings.py with a field in settings.py, conf/<name>/ with lines in conf/config.yaml and
+conf/experiment/smoke.yaml, and lines in dvc.yaml. Order of stages, look-ahead, evaluation and --model of the
+commands follow from TRAINED_STAGES.
 """
 
 from dataclasses import dataclass

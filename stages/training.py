@@ -1,7 +1,7 @@
 """The training loop, shared by all training stages: updates, validations, samples and resume states.
 
-The outputs do not depend on how often a run was stopped. So a resume state holds whole steps, and the work that an interrupt
-cuts off is repeated after the resume.
+The outputs do not depend on how often a run was stopped. So a resume state holds whole steps, and the work
+that an interrupt cuts off is repeated after the resume.
 """
 
 import math
@@ -24,7 +24,7 @@ from stages.resume import ResumeFolder, State
 from stages.training_settings import Training
 from stages.updates import Outcome, learning_rate
 
-LIVE_S = 5.0  # seconds between two writes of the curves during a run
+CURVES_EVERY_S = 5.0  # seconds between two writes of the curves during a run
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Step(Protocol):
 
     def __call__(
         self, engine: Engine, batches: Sequence[Batch], mtp_loss_weights: Sequence[float], lr: float,
-        meanwhile: Callable[[], None], section: Callable[[], AbstractContextManager[None]], /,
+        while_gpu_computes: Callable[[], None], interruptible: Callable[[], AbstractContextManager[None]], /,
     ) -> Outcome:  # fmt: skip
         """Updates the engine over these micro-batches."""
 
@@ -51,8 +51,9 @@ class Task:
 
     Args:
         batches: the training micro-batches.
-        step: makes one update of them. train_step minimizes their weighted loss. A step of its own may weight the targets by
-            what the model says, or compare with a frozen model that it holds.
+        step: makes one update of them. train_step minimizes their weighted loss. A stage may pass another
+            step, e.g. one that computes loss weights from the model's output, or one with a frozen reference
+            model (as in DPO).
         validate: measures the model on held-out text; checks for an interrupt before each batch.
         sample: writes a text with the model; checks before each token. The first argument is a seed.
     """
@@ -96,16 +97,19 @@ class _Session:
         self.step, self.history = 0, TrainingHistory()
         self._restore()
         self.saved = True  # whether the newest state is up to date
-        self._speed, self._begun, self._before_s = Speed(), time.perf_counter(), self.history.seconds
-        self._write_at = self._begun + LIVE_S
+        self._speed, self._begun, self._earlier_seconds = Speed(), time.perf_counter(), self.history.seconds
+        self._write_at = self._begun + CURVES_EVERY_S
 
     def _restore(self) -> None:
-        """Loads the newest state into the engine. Drops reports that were due only at the end of a shorter run."""
+        """Loads the newest state into the engine. Drops reports that were due only at the end of a shorter
+        run.
+        """
         state, training = self.resume.load(), self.training
         if state is None:
             return
-        full = "exp_avg" in state.arrays
-        self.engine.load_state(state.arrays if full else {**self.engine.state(), **state.arrays})
+        # The state at the end of a run has no moments. It is loaded for its weights: no update follows.
+        has_moments = set(self.engine.moments) <= state.arrays.keys()
+        self.engine.load_state(state.arrays if has_moments else {**self.engine.state(), **state.arrays})
         history = TrainingHistory(**state.history)
         self.step, self.history = state.step, history
         history.val = [row for row in history.val if due(int(row[0]), training.val_every, training.steps)]
@@ -127,9 +131,14 @@ class _Session:
         while self.step < training.steps:
             interrupt.check()
             begun, lr = time.perf_counter(), learning_rate(self.step, training)
-            batches, meanwhile = prefetcher.get(self.step), partial(prefetcher.fetch, self.step + 1)
+            batches, while_gpu_computes = prefetcher.get(self.step), partial(prefetcher.fetch, self.step + 1)
             outcome = self.task.step(
-                self.engine, batches, training.mtp_loss_weights, lr, meanwhile, interrupt.section
+                self.engine,
+                batches,
+                training.mtp_loss_weights,
+                lr,
+                while_gpu_computes,
+                interrupt.interruptible,
             )
             tokens = training.grad_accum_steps * batches[0].tokens.size
             tokens_per_s = tokens / self._speed.add(time.perf_counter() - begun)
@@ -140,7 +149,7 @@ class _Session:
             add_row(self.history.speed, (self.step, tokens_per_s))
             self._report(interrupt)
             checkpoint_due = due(self.step, training.checkpoint_every, training.steps)
-            if checkpoint_due or self.step == self.resume.work.trunk_steps:
+            if checkpoint_due or self.step == self.resume.identity.steps_before_cooldown:
                 self.save()
             elif time.perf_counter() >= self._write_at:
                 with suppress(ValueError):  # a preview: an error here shows again when the state is saved
@@ -152,11 +161,13 @@ class _Session:
         self.save()
 
     def _report(self, interrupt: Interrupt) -> None:
-        """Makes the validation and the sample that are due after this step, unless the history already has them."""
+        """Makes the validation and the sample that are due after this step, unless the history already has
+        them.
+        """
         step, training, history = self.step, self.training, self.history
         validated = bool(history.val) and history.val[-1][0] == step
         if due(step, training.val_every, training.steps) and not validated:
-            with interrupt.section():
+            with interrupt.interruptible():
                 result = self.task.validate(interrupt)
             history.val.append((step, result.loss, result.bits_per_byte))
             self.saved = False
@@ -165,7 +176,7 @@ class _Session:
             )
         sampled = bool(history.samples) and history.samples[-1][0] == step
         if due(step, training.sample_every, training.steps) and not sampled:
-            with interrupt.section():
+            with interrupt.interruptible():
                 text = self.task.sample(training.seed + step, interrupt)
             history.samples.append((step, text))
             self.saved = False
@@ -174,7 +185,9 @@ class _Session:
     def save(self) -> None:
         """Saves the last finished step and its curves, unless the newest state is up to date.
 
-        The state at the end of a run lacks the moments, which no update will read. Exception: a longer run can resume from it.
+        The state at the end of a run has no moments: no update will read them. Exception: a wsd run without a
+            cool-down,
+        from which a longer run can resume.
         """
         if self.saved:
             return
@@ -183,26 +196,31 @@ class _Session:
             raise ValueError(
                 f"step {self.step}: {self.engine.first_nonfinite()} is not finite; {self._remedy()}"
             )
-        if self.step == self.training.steps != self.resume.work.trunk_steps:
-            arrays = {name: array for name, array in arrays.items() if not name.startswith("exp_avg")}
-        self.history.seconds = self._before_s + time.perf_counter() - self._begun
+        at_end = self.step == self.training.steps
+        can_be_extended = self.step == self.resume.identity.steps_before_cooldown
+        if at_end and not can_be_extended:
+            arrays = {name: array for name, array in arrays.items() if name not in self.engine.moments}
+        self.history.seconds = self._earlier_seconds + time.perf_counter() - self._begun
         self.resume.save(State(self.step, arrays, self.history.to_dict()))
         self.saved = True
         self._write_curves()
 
     def _write_curves(self) -> None:
-        """Writes the curves so far. The next write is after LIVE_S, or 100 times the duration of this one."""
+        """Writes the curves so far. The next write is after CURVES_EVERY_S, or 100 times the duration of this
+        one.
+        """
         begun = time.perf_counter()
         self.history.write_curves(self.outs.curves)
         self.history.write_speed(self.outs.speed)
         done = time.perf_counter()
-        self._write_at = done + max(LIVE_S, 100 * (done - begun))
+        self._write_at = done + max(CURVES_EVERY_S, 100 * (done - begun))
 
     def _check_finite(self, outcome: Outcome, lr: float) -> None:
         """Stops the run at the first loss or gradient norm that is not finite."""
         if not (math.isfinite(outcome.total_loss) and math.isfinite(outcome.grad_norm)):
             raise ValueError(
-                f"step {self.step}: loss {outcome.loss}, learning rate {lr:.3g}, gradient norm {outcome.grad_norm}, first bad "
+                f"step {self.step}: loss {outcome.loss}, learning rate {lr:.3g}, gradient norm "
+                f"{outcome.grad_norm}, first bad "
                 f"tensor {self.engine.first_nonfinite() or 'none'}: not finite; {self._remedy()}"
             )
 
@@ -219,8 +237,8 @@ def train(
         engine: holds the initial weights; afterwards the trained ones.
         training: length, learning rate and reporting intervals.
         task: data, update, validation and samples.
-        resume: open folder of the resume states. A state is saved every checkpoint_every steps, before the cool-down of wsd,
-            at Ctrl-C and at the end.
+        resume: open folder of the resume states. A state is saved every checkpoint_every steps, before the
+            cool-down of wsd, at Ctrl-C and at the end.
         display: shows progress.
         outs: its curves and speed are written every few seconds and with each state.
 

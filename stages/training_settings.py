@@ -1,4 +1,6 @@
-"""The sections of params.yaml that train a model; conf/ explains every key. One dataclass per training stage."""
+"""The sections of params.yaml that train a model; conf/ explains every key. One dataclass per training
+stage.
+"""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -101,8 +103,10 @@ class Pretrain(Training):
         written = {Path("data", stage.name).resolve() for stage in TRAINED_STAGES}
         if not written.isdisjoint([path, *path.parents]):
             raise ValueError(
-                f"pretrain.init_from: {self.init_from} is an output of this pipeline, and DVC deletes it before the run. "
-                f"Copy it (mkdir -p models && cp -rL {self.init_from} models/first) and set pretrain.init_from=models/first"
+                f"pretrain.init_from: {self.init_from} is an output of this pipeline, and DVC deletes it "
+                "before the run. "
+                f"Copy it (mkdir -p models && cp -rL {self.init_from} models/first) and set "
+                "pretrain.init_from=models/first"
             )
 
     @property

@@ -1,4 +1,6 @@
-"""A training stage around the loop: from its section of params.yaml to an engine, and from the engine to the stage's outputs."""
+"""A training stage around the loop: from its section of params.yaml to an engine, and from the engine to the
+stage's outputs.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,14 +12,15 @@ from kernels.engine import Engine
 from kernels.memory import plan, report
 from stages import checkpoint
 from stages.metrics import now, open_display, versions, write_provenance
-from stages.resume import ResumeFolder, Work, fingerprint, resume_root, sources
+from stages.resume import ResumeFolder, RunIdentity, fingerprint, resume_root, sources
 from stages.settings import Settings
 from stages.training import Outs, Task, train
 from stages.training_settings import Training
 
 
 def build_engine(settings: Settings, training: Training, config: ModelConfig) -> Engine | None:
-    """The engine of a training stage with random weights. Prints the device, the versions and the memory plan.
+    """The engine of a training stage with random weights. Prints the device, the versions and the memory
+    plan.
 
     None if runtime.plan asks for the memory plan only.
 
@@ -41,8 +44,8 @@ def build_engine(settings: Settings, training: Training, config: ModelConfig) ->
 
 
 def run_stage(
-    settings: Settings, training: Training, engine: Engine, tokenizer_sha256: str, task: Task, *, deps: Sequence[Path],
-    outs: Outs,
+    settings: Settings, training: Training, engine: Engine, tokenizer_sha256: str, task: Task, *,
+    deps: Sequence[Path], outs: Outs,
 ) -> None:  # fmt: skip
     """Trains and writes the outputs of the stage; resumes an earlier attempt that was stopped.
 
@@ -60,27 +63,28 @@ def run_stage(
     """
     name, started = training.section(), now()
     display = open_display(settings.runtime.display, name)
-    work = _work(settings, training, engine, deps)
-    own = resume_root().parent / "runs" / f"{name}-{work.fingerprint}"
-    with display, ResumeFolder(work, resume_root(), display.say) as resume:
+    identity = _identity(settings, training, engine, deps)
+    provenance_folder = resume_root().parent / "runs" / f"{name}-{identity.fingerprint}"
+    with display, ResumeFolder(identity, resume_root(), display.say) as resume:
         history = train(engine, training, task, resume=resume, display=display, outs=outs)
         checkpoint.save(outs.checkpoint, engine.weights(), engine.config, tokenizer_sha256)
         history.write_curves(outs.curves)
         history.write_samples(outs.samples)
-        for path in (outs.speed, own / "speed.csv"):
+        for path in (outs.speed, provenance_folder / "speed.csv"):
             history.write_speed(path)
         # A finished run keeps the provenance of the sessions that trained it.
-        if not (resume.finished and (own / "provenance.json").exists()):
+        if not (resume.finished and (provenance_folder / "provenance.json").exists()):
             write_provenance(
-                own / "provenance.json", stage=name, fingerprint=work.fingerprint, started=started, ended=now(),
-                seconds=round(history.seconds, 1), resumed_at=history.resumed_at, device=engine.device,
-                engine=engine.describe(), parameters=asdict(settings),
+                provenance_folder / "provenance.json", stage=name, fingerprint=identity.fingerprint,
+                started=started, ended=now(), seconds=round(history.seconds, 1),
+                resumed_at=history.resumed_at, device=engine.device, engine=engine.describe(),
+                parameters=asdict(settings),
             )  # fmt: skip
         resume.finish()
-        display.say(f"{name}: done, checkpoint in {outs.checkpoint}, provenance in {own}")
+        display.say(f"{name}: done, checkpoint in {outs.checkpoint}, provenance in {provenance_folder}")
 
 
-def _work(settings: Settings, training: Training, engine: Engine, deps: Sequence[Path]) -> Work:
+def _identity(settings: Settings, training: Training, engine: Engine, deps: Sequence[Path]) -> RunIdentity:
     """The identity of this run for resuming: everything that decides its bits."""
     name = training.section()
     without_length = {
@@ -92,6 +96,6 @@ def _work(settings: Settings, training: Training, engine: Engine, deps: Sequence
         "numerics": asdict(settings.numerics),
     }
     values = {"stage": name, "parameters": parameters, "device": engine.device, "versions": versions()}
-    trunk = fingerprint([*deps, *sources(name)], values)
+    shared_hash = fingerprint([*deps, *sources(name)], values)
     before_cooldown = training.steps - training.cooldown_steps if training.schedule == "wsd" else 0
-    return Work(name, trunk, training.steps, before_cooldown)
+    return RunIdentity(name, shared_hash, training.steps, before_cooldown)

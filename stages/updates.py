@@ -1,10 +1,12 @@
 """One update, its learning rate, and the loss on held-out text.
 
-An update accumulates the gradients of grad_accum_steps micro-batches and applies AdamW or Muon once. Its loss is
+An update accumulates the gradients of grad_accum_steps micro-batches and applies AdamW or Muon once. Its loss
+is
 
     loss = sum_k mtp_loss_weights[k] * sum(weight_k * nll_k) / sum(weight_k)
 
-with both inner sums over the whole update. So gradient accumulation equals one large batch, even with masked tokens.
+with both inner sums over the whole update. So gradient accumulation equals one large batch, even with masked
+tokens.
 """
 
 import math
@@ -21,7 +23,9 @@ from stages.training_settings import Training
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an update: `loss` of head 0 and `total_loss` of all heads in nats, `grad_norm` before clipping."""
+    """The result of an update: `loss` of head 0 and `total_loss` of all heads in nats, `grad_norm` before
+    clipping.
+    """
 
     loss: float
     total_loss: float
@@ -31,8 +35,8 @@ class Outcome:
 def learning_rate(step: int, training: Training) -> float:
     """The learning rate of update `step`, counted from 0.
 
-    Warm-up is linear and never 0: (step + 1) / warmup_steps. Then cosine falls along half a cosine; wsd stays constant and falls
-    linearly over the last cooldown_steps. Both would reach min_lr one step after the last.
+    Warm-up is linear and never 0: (step + 1) / warmup_steps. Then cosine falls along half a cosine; wsd stays
+    constant and falls linearly over the last cooldown_steps. Both would reach min_lr one step after the last.
     """
     warmup = min(1.0, (step + 1) / max(1, training.warmup_steps))
     if training.schedule == "cosine":
@@ -45,7 +49,8 @@ def learning_rate(step: int, training: Training) -> float:
 
 def train_step(
     engine: Engine, batches: Sequence[Batch], mtp_loss_weights: Sequence[float], lr: float,
-    meanwhile: Callable[[], None] = lambda: None, section: Callable[[], AbstractContextManager[None]] = nullcontext,
+    while_gpu_computes: Callable[[], None] = lambda: None,
+    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Outcome:  # fmt: skip
     """One update over these micro-batches.
 
@@ -54,8 +59,9 @@ def train_step(
         batches: the micro-batches.
         mtp_loss_weights: the weight of each prediction head in the loss.
         lr: the learning rate.
-        meanwhile: called while a GPU still computes the update.
-        section: each micro-step runs in one. An interrupt may end a section: only engine.update changes parameters and moments.
+        while_gpu_computes: called while a GPU still computes the update.
+        interruptible: a block in which each micro-step runs. An interrupt may end it: only engine.update
+            changes parameters and moments.
 
     Raises:
         ValueError: every target of head 0 has weight 0.
@@ -68,10 +74,10 @@ def train_step(
         )
     per_weight = np.divide(1.0, sums, out=np.zeros_like(sums), where=sums > 0)  # 0: a head without targets
     for batch in batches:
-        with section():
+        with interruptible():
             engine.micro_step(batch, weights * per_weight)
-    engine.reduce()
-    update = engine.update(lr, meanwhile)
+    engine.reduce()  # for several GPUs; nothing to do on one
+    update = engine.update(lr, while_gpu_computes)
     losses = update.nll_sums * per_weight
     return Outcome(float(losses[0]), float(weights @ losses), float(update.grad_norm))
 

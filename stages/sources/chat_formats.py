@@ -1,14 +1,17 @@
 """Conversations from records of several shapes: lists of messages {"role", "content"}.
 
     messages            {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]}
-    sharegpt            {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}
+    sharegpt            {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...},
+    ...]}
     prompt_completion   {"prompt": ..., "completion": ...}: texts, or lists of messages
-    alpaca              {"instruction": ..., "input": ..., "output": ...}: input, if any, is appended after an empty line
+    alpaca              {"instruction": ..., "input": ..., "output": ...}: input, if any, is appended after an
+    empty line
     auto                one of these four, detected from the row's keys
     play                Markdown of a play: successive speeches of a scene, see `play_conversations`
     chatterbot          YAML of chatterbot-corpus: lists of lines by two alternating speakers
 
-A conversation is an optional system message, then alternating user and assistant messages. Rules for a row's messages:
+A conversation is an optional system message, then alternating user and assistant messages. Rules for a row's
+messages:
 
     role names          developer = system; human = user; gpt and similar = assistant
     tool messages       left out and counted, as are assistant messages that only call tools
@@ -54,7 +57,9 @@ Turn = tuple[str, str]  # role and content
 
 @dataclass(frozen=True)
 class Conversation(Document):
-    """A conversation as a document. `text` is its first question, which decides the split; `size` is its bytes."""
+    """A conversation as a document. `text` is its first question, which decides the split; `size` is its
+    bytes.
+    """
 
     messages: tuple[Turn, ...]
 
@@ -100,7 +105,8 @@ def parse_conversations(
     """Conversations of a source's records in order. Too long ones are included; the caller counts them.
 
     Raises:
-        ValueError: a bad row, if on_bad_row is "error"; or the source's format does not apply to such records.
+        ValueError: a bad row, if on_bad_row is "error"; or the source's format does not apply to such
+            records.
     """
     for record in records:
         for turns in _turns(source, record, max_chars, left_out):
@@ -125,7 +131,8 @@ def _turns(
     elif isinstance(record.value, dict):
         if source.format in ("play", "chatterbot"):
             raise ValueError(
-                f"{record.where}: the format {source.format} is read from whole texts, not from rows; set format: auto"
+                f"{record.where}: the format {source.format} is read from whole texts, not from rows; set "
+                "format: auto"
             )
         try:
             yield _row_turns(record.value, source.format, record.where)
@@ -157,7 +164,9 @@ def _row_turns(row: dict[str, Any], shape: str, where: str) -> list[tuple[Any, A
 
 
 def _listed(value: Any, role: str = "") -> list[tuple[Any, Any]]:
-    """Pairs (role, content) of a list of messages, by either pair of keys. With `role`, a text is one message of that role."""
+    """Pairs (role, content) of a list of messages, by either pair of keys. With `role`, a text is one message
+    of that role.
+    """
     if (value is None or isinstance(value, str)) and role:
         return [(role, value)]
     if not isinstance(value, list):
@@ -178,7 +187,8 @@ def _shape(row: dict[str, Any], where: str) -> str:
         for shape, keys in SHAPES.items():
             if keys <= present:
                 return shape
-    raise ValueError(f"{where}: expected messages, conversations, prompt and completion, or instruction and output; "
+    raise ValueError(f"{where}: expected messages, conversations, prompt and completion, or instruction and "
+                     "output; "
                      f"got the keys {', '.join(sorted(row)) or 'of an empty object'}")  # fmt: skip
 
 
@@ -243,9 +253,9 @@ def play_conversations(
 ) -> Iterator[list[tuple[str, str]]]:
     """Conversations from successive speeches of a scene, alternately the user's and the assistant's.
 
-    Names and stage directions are left out. A conversation is one exchange. It grows up to max_exchanges while the same two
-    persons alternate and its length stays within max_chars. The next conversation starts with the last answer, so every speech
-    is an answer at most once.
+    Names and stage directions are left out. A conversation is one exchange. It grows up to max_exchanges
+    while the same two persons alternate and its length stays within max_chars. The next conversation starts
+    with the last answer, so every speech is an answer at most once.
     """
     for scene in scenes(markdown):
         start = 0
@@ -259,7 +269,9 @@ def play_conversations(
 def _conversation_end(
     scene: list[tuple[str, str]], start: int, max_exchanges: int, max_chars: int | None
 ) -> int:
-    """End (exclusive) of the conversation that starts at `start`: one exchange, or more as persons and length allow."""
+    """End (exclusive) of the conversation that starts at `start`: one exchange, or more as persons and length
+    allow.
+    """
     persons = [speaker for speaker, _ in scene[start : start + 2]]
     chars = [len(speech) for _, speech in scene]
     end = start + 2

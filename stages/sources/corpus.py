@@ -1,4 +1,5 @@
-"""The configuration of a corpus and of conversations: sources, their mixture, and the rule for the held-out part.
+"""The configuration of a corpus and of conversations: sources, their mixture, and the rule for the held-out
+part.
 
 Documents are streamed: memory is bounded by one document of each source.
 """
@@ -36,8 +37,10 @@ class HoldoutRule:
 
     Args:
         documents: globs of document names.
-        fraction: share of the documents, above 0 and below 1, chosen by a hash of the text (conversations: first question).
-        tail: share of every document, above 0 and below 1, cut from its end after a line end; not for conversations.
+        fraction: share of the documents, above 0 and below 1, chosen by a hash of the text (conversations:
+            first question).
+        tail: share of every document, above 0 and below 1, cut from its end after a line end; not for
+            conversations.
     """
 
     documents: tuple[str, ...] = ()
@@ -135,15 +138,19 @@ def _check_section(
 
 
 def check_watched(section: str, sources: Sequence[Source], local_path: str) -> None:
-    """Raises ValueError if a source reads a path outside `local_path`. DVC would not notice a change there."""
+    """Raises ValueError if a source reads a path outside `local_path`. DVC would not notice a change
+    there.
+    """
     if local_path.startswith("~"):
         raise ValueError(f"{section}.local_path: DVC does not expand ~; set {Path(local_path).expanduser()}")
     watched = os.path.abspath(local_path)
     for path in (path for source in sources for path in source.local_paths()):
         found = os.path.abspath(Path(path).expanduser())
         if found != watched and not found.startswith(watched.rstrip(os.sep) + os.sep):
-            raise ValueError(f"{section}.sources: {path} lies outside {section}.local_path = {local_path}, where DVC looks for "
-                             f"changes; set {section}.local_path={path.rstrip('/')} or a folder above it")  # fmt: skip
+            raise ValueError(f"{section}.sources: {path} lies outside {section}.local_path = {local_path}, "
+                             "where DVC looks for "
+                             f"changes; set {section}.local_path={path.rstrip('/')} or a folder above "
+                             "it")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -212,9 +219,9 @@ Item = TypeVar("Item", bound=Document)
 def mix(streams: Sequence[Iterator[Item]], weights: Sequence[float | None]) -> Iterator[tuple[int, Item]]:
     """Pairs (number of the stream, item) of all streams.
 
-    Without weights the streams are concatenated. With weights the next item comes from the stream with the smallest ratio of
-    bytes to weight so far; at a tie, from the first such stream. The mixture ends when that stream is exhausted. So the shares
-    of bytes are exact up to one item.
+    Without weights the streams are concatenated. With weights the next item comes from the stream with the
+    smallest ratio of bytes to weight so far; at a tie, from the first such stream. The mixture ends when that
+    stream is exhausted. So the shares of bytes are exact up to one item.
     """
     if all(weight is None for weight in weights):
         for index, stream in enumerate(streams):

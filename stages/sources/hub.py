@@ -1,8 +1,9 @@
-"""Rows of a dataset on the Hugging Face hub: streamed, and cached in parts, so that an interrupted fetch resumes.
+"""Rows of a dataset on the Hugging Face hub: streamed, and cached in parts, so that an interrupted fetch
+resumes.
 
-A part holds about PART_BYTES of JSON rows. A record file next to it holds its SHA-256 and the stream's state after its last
-row. A fetch reads and checks the cached parts, and asks the hub for the rest. The dataset's commit is looked up once and cached
-with the parts, so all parts come from the same commit.
+A part holds about PART_BYTES of JSON rows. A record file next to it holds its SHA-256 and the stream's state
+after its last row. A fetch reads and checks the cached parts, and asks the hub for the rest. The dataset's
+commit is looked up once and cached with the parts, so all parts come from the same commit.
 """
 
 import hashlib
@@ -66,7 +67,8 @@ def _open_stream(source: Source, revision: str | None, columns: Sequence[str]) -
         raise _hub_error(source, error) from None
     if not set(columns) & set(present):
         raise ValueError(
-            f"{source.label}: its rows have the keys {sorted(present)}, none of {sorted(columns)}; set text_key"
+            f"{source.label}: its rows have the keys {sorted(present)}, none of {sorted(columns)}; set "
+            "text_key"
         )
     return stream.select_columns([column for column in columns if column in present])
 
@@ -77,15 +79,16 @@ def _plain_rows(stream: Any) -> Iterator[dict[str, Any]]:
     except Exception as error:  # as above; the connection can break at any row
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"the hub's stream broke off ({type(error).__name__}: {reason}); run again to go on, the rows so far are kept"
+            f"the hub's stream broke off ({type(error).__name__}: {reason}); run again to go on, the rows so "
+            "far are kept"
         ) from None
 
 
 def cached_rows(folder: Path, open_stream: Callable[[], Any]) -> Generator[dict[str, Any], None, None]:
     """Rows of the parts in `folder`, then those of the stream after them, which are written as further parts.
 
-    A part is also written when the caller stops early or the stream breaks off. From the first damaged part on, all parts are
-    fetched again.
+    A part is also written when the caller stops early or the stream breaks off. From the first damaged part
+    on, all parts are fetched again.
     """
     state, number = None, 0
     while (record := _whole_part(folder, number)) is not None:

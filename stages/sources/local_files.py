@@ -1,8 +1,8 @@
 """Local files by globs: each file once, in a fixed order; nothing is skipped silently.
 
-A glob is matched segment by segment: `*`, `?` and `[...]` within a name, `**` for any number of folders. Names that begin with
-a dot are left out, unless the glob's segment begins with one. A link to a file is followed. A link to a folder is not: DVC does
-not follow it either, so it would not notice a change there.
+A glob is matched segment by segment: `*`, `?` and `[...]` within a name, `**` for any number of folders.
+Names that begin with a dot are left out, unless the glob's segment begins with one. A link to a file is
+followed. A link to a folder is not: DVC does not follow it either, so it would not notice a change there.
 """
 
 import os
@@ -20,7 +20,8 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     Of a file and its links only one path is kept: that of the file if matched, else the first link by name.
 
     Raises:
-        ValueError: a glob matches no file, a broken link, a link to a folder elsewhere, or a pipe, socket or device.
+        ValueError: a glob matches no file, a broken link, a link to a folder elsewhere, or a pipe, socket or
+            device.
     """
     found: set[Path] = set()
     for pattern in patterns:
@@ -59,7 +60,8 @@ def _expand(pattern: str) -> Iterator[Path]:
     if fixed == len(parts):
         if start.is_dir():
             raise ValueError(
-                f"files: {display_name(start)} is a folder; write {display_name(start / '**' / '*')} for all that is in it"
+                f"files: {display_name(start)} is a folder; write {display_name(start / '**' / '*')} for all "
+                "that is in it"
             )
         if os.path.lexists(start):
             yield _checked(start)
@@ -68,7 +70,9 @@ def _expand(pattern: str) -> Iterator[Path]:
 
 
 def _walk(folder: Path, parts: Sequence[str], top: str) -> Iterator[Path]:
-    """The files below a folder that match the remaining parts of a glob. top: the real path of the walk's first folder."""
+    """The files below a folder that match the remaining parts of a glob. top: the real path of the walk's
+    first folder.
+    """
     first, rest = parts[0], parts[1:]
     if first == "**" and rest:
         yield from _walk(folder, rest, top)
@@ -89,7 +93,9 @@ def _walk(folder: Path, parts: Sequence[str], top: str) -> Iterator[Path]:
 
 
 def _enters(path: Path, top: str) -> bool:
-    """Whether the walk enters this path. A link into the same tree is skipped: the walk finds its files without it."""
+    """Whether the walk enters this path. A link into the same tree is skipped: the walk finds its files
+    without it.
+    """
     if not path.is_dir():
         return False
     if not path.is_symlink():
@@ -97,7 +103,8 @@ def _enters(path: Path, top: str) -> bool:
     real = os.path.realpath(path)
     if real != top and not real.startswith(top + os.sep):
         raise ValueError(
-            f"{display_name(path)}: a link to the folder {display_name(real)}: DVC does not follow it and would miss changes; "
+            f"{display_name(path)}: a link to the folder {display_name(real)}: DVC does not follow it and "
+            "would miss changes; "
             "copy the folder, or set local_path and files to it"
         )
     return False

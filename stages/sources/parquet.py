@@ -1,7 +1,8 @@
 """Rows of a parquet file, only the columns that are used, one row at a time.
 
-A batch of many rows can take any amount of memory: a file of 400 KB can hold 256 rows of 4 MB. A batch of one row costs 8 us.
-pyarrow decompresses each page of a column as a whole. `parquet_pages` reads pages that are too large for that.
+A batch of many rows can take any amount of memory: a file of 400 KB can hold 256 rows of 4 MB. A batch of one
+row costs 8 us. pyarrow decompresses each page of a column as a whole. `parquet_pages` reads pages that are
+too large for that.
 """
 
 import zlib
@@ -20,10 +21,12 @@ _BUFFER_BYTES = 1 << 20  # read from a column at a time
 def stream_parquet(
     stream: BinaryIO, name: str, columns: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of an open parquet file, each with its place ("FILE, row 3"). A row has those `columns` that the file has.
+    """Rows of an open parquet file, each with its place ("FILE, row 3"). A row has those `columns` that the
+    file has.
 
     Raises:
-        ValueError: the file is damaged, has two columns of one name or none of `columns`, or a value cannot be converted.
+        ValueError: the file is damaged, has two columns of one name or none of `columns`, or a value cannot
+            be converted.
     """
     import pyarrow
     import pyarrow.parquet

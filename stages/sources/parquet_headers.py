@@ -77,7 +77,9 @@ def _read_header(stream: BinaryIO, start: int) -> Page:
 
 
 def _struct(data: bytes, pos: int) -> tuple[dict[int, Any], int]:
-    """A struct of Thrift's compact protocol at data[pos:]: its fields by number, and the position after it."""
+    """A struct of Thrift's compact protocol at data[pos:]: its fields by number, and the position after
+    it.
+    """
     fields: dict[int, Any] = {}
     number = 0
     while byte := data[pos]:

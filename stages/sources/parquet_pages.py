@@ -1,12 +1,14 @@
-"""Texts of a parquet file whose pages are too large for memory: decompressed to a temporary file, read one at a time.
+"""Texts of a parquet file whose pages are too large for memory: decompressed to a temporary file, read one at
+a time.
 
-pyarrow decompresses a page as a whole, and writers put up to 1,024 rows of any length into a page. This module reads such
-pages of columns of byte arrays that are not nested. Compression: snappy, gzip, zstd or none. Encoding: PLAIN or dictionary.
-pyarrow reads everything else.
+pyarrow decompresses a page as a whole, and writers put up to 1,024 rows of any length into a page. This
+module reads such pages of columns of byte arrays that are not nested. Compression: snappy, gzip, zstd or
+none. Encoding: PLAIN or dictionary. pyarrow reads everything else.
 
     column chunk   [dictionary page] data page, data page, ...    each after its header (`parquet_headers`)
     PLAIN          for each value, 4 bytes of length, then the bytes
-    dictionary     a data page holds indices into the dictionary page's values, run-length encoded or bit-packed
+    dictionary     a data page holds indices into the dictionary page's values, run-length encoded or
+    bit-packed
 
 Source: Apache Parquet format 2.11 (README, Encodings); google/snappy, format_description.txt.
 """
@@ -122,7 +124,9 @@ def _present(stream: BinaryIO, body: IO[bytes], page: Page) -> NDArray[np.int64]
 
 
 def _decode_runs(data: bytes, width: int, count: int) -> NDArray[np.int64]:
-    """Decode `count` integers of `width` bits. A run is one integer repeated, or groups of eight integers, bit-packed."""
+    """Decode `count` integers of `width` bits. A run is one integer repeated, or groups of eight integers,
+    bit-packed.
+    """
     runs: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     pos = decoded = 0
     while decoded < count and width:
@@ -164,7 +168,8 @@ def _decompress(stream: BinaryIO, page: Page, codec: str) -> IO[bytes]:
         out.seek(0)
     except OSError as error:
         out.close()
-        raise PageError(f"a page of {page.bytes} bytes does not fit into {tempfile.gettempdir()} ({error.strerror}); make room "
+        raise PageError(f"a page of {page.bytes} bytes does not fit into {tempfile.gettempdir()} "
+                        f"({error.strerror}); make room "
                         "there or set TMPDIR to another folder") from None  # fmt: skip
     except BaseException:
         out.close()
@@ -173,7 +178,9 @@ def _decompress(stream: BinaryIO, page: Page, codec: str) -> IO[bytes]:
 
 
 def _decompress_snappy(read: Callable[[int], bytes], write: Callable[[bytes], object]) -> None:
-    """Decompress one snappy block: its length, then literals and copies. PageError if it is damaged or cut off."""
+    """Decompress one snappy block: its length, then literals and copies. PageError if it is damaged or cut
+    off.
+    """
     source, pos = read(_PIECE_BYTES), 0
     size, pos = read_varint(source, pos)
     window = bytearray()  # the last bytes, which copies can reach

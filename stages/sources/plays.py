@@ -1,8 +1,8 @@
 """Converts Markdown of a play to the text of a printed play, and to speeches.
 
-The Markdown has `#` headings (title, acts, scenes). A speaker's name is in bold on its own line, with the speech below. Stage
-directions are emphasised (`_Exit_`, `*Exit.*`), in a paragraph of their own or within a speech. A verse line ends with two
-spaces.
+The Markdown has `#` headings (title, acts, scenes). A speaker's name is in bold on its own line, with the
+speech below. Stage directions are emphasised (`_Exit_`, `*Exit.*`), in a paragraph of their own or within a
+speech. A verse line ends with two spaces.
 
 The printed text has the layout of the Shakespeare file that small models are usually trained on:
 
@@ -13,8 +13,9 @@ The printed text has the layout of the Shakespeare file that small models are us
     ROSS:
     God save the king!
 
-One blank line separates headings, directions and speeches; a speech has none inside. Directions are in brackets, which marks
-them as not spoken. If the same speaker continues after a direction without a new name, the direction is a line of the speech.
+One blank line separates headings, directions and speeches; a speech has none inside. Directions are in
+brackets, which marks them as not spoken. If the same speaker continues after a direction without a new name,
+the direction is a line of the speech.
 """
 
 import re
@@ -22,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _SPEAKER = re.compile(r"\*\*(.+)\*\*")
-# One emphasised span: from one or two marks at the start of a word to the next mark at the end of a word. Some directions of
-# the source lack the opening mark and have only the brackets.
+# One emphasised span: from one or two marks at the start of a word to the next mark at the end of a word.
+# Some directions of the source lack the opening mark and have only the brackets.
 _EMPHASIS = re.compile(r"(?<!\w)(?:_{1,2}(?=\S)|\*(?=\S)|(?=\[))(.+?)(?<=\S)[_*]+(?!\w)", re.DOTALL)
 _DIRECTION = re.compile(r"\[[^\[\]]*\]")
 _ESCAPE = re.compile(r"\\([^\w\s])")
@@ -31,7 +32,9 @@ _ESCAPE = re.compile(r"\\([^\w\s])")
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a printed play: a heading, a direction or a speech. A speech's lines may hold directions in brackets."""
+    """One part of a printed play: a heading, a direction or a speech. A speech's lines may hold directions in
+    brackets.
+    """
 
     kind: str
     lines: tuple[str, ...]

@@ -33,8 +33,8 @@ def open_source(source: Source, columns: Sequence[str]) -> OpenedSource:
         columns: keys of a row that are used. Only these columns of a dataset of the hub are fetched.
 
     Raises:
-        ValueError: no network, a wrong checksum, or a missing file. Reading the records raises it for an unknown kind of file
-            and for a file that cannot be read as a whole.
+        ValueError: no network, a wrong checksum, or a missing file. Reading the records raises it for an
+            unknown kind of file and for a file that cannot be read as a whole.
     """
     return {"wheel": _open_wheel, "hf": _open_hub, "local": _open_local}[source.kind](source, columns)
 
@@ -87,7 +87,8 @@ def read_source(source: Source, records: Iterator[InputRecord]) -> Iterator[Docu
         if isinstance(text, dict):
             if source.text_key not in text:
                 raise ValueError(f"{record.where}: expected the key {source.text_key!r} (source.text_key), "
-                                 f"got {', '.join(sorted(text)) or 'an empty object'}; set source.text_key")  # fmt: skip
+                                 f"got {', '.join(sorted(text)) or 'an empty object'}; set "
+                                 "source.text_key")  # fmt: skip
             text = "" if text[source.text_key] is None else text[source.text_key]
         if not isinstance(text, str):
             raise ValueError(f"{record.where}: {source.text_key} must be a text, got {type(text).__name__}; "
@@ -97,7 +98,8 @@ def read_source(source: Source, records: Iterator[InputRecord]) -> Iterator[Docu
         try:
             size = len(text.encode())
         except UnicodeEncodeError as error:
-            raise ValueError(f"{record.where}: half a character (a lone surrogate) at character {error.start}, not valid in "
+            raise ValueError(f"{record.where}: half a character (a lone surrogate) at character "
+                             f"{error.start}, not valid in "
                              "UTF-8; remove it") from None  # fmt: skip
         if text.strip():
             yield Document(record.name, text, size)

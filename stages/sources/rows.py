@@ -1,7 +1,8 @@
 """Records of one open file: a whole text (.txt, .md, .yml), or rows of JSON (.json, .jsonl) or parquet.
 
-JSON comes in three layouts: one object a line, an array of objects, or one object over several lines. A row that cannot be
-read becomes a record too. Its value is the ValueError that says why, and the caller raises or counts it.
+JSON comes in three layouts: one object a line, an array of objects, or one object over several lines. A row
+that cannot be read becomes a record too. Its value is the ValueError that says why, and the caller raises or
+counts it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,8 @@ def read_records(stream: BinaryIO, name: str, columns: Sequence[str]) -> Iterato
     elif suffix == ".parquet":
         yield from (InputRecord(name, where, row) for where, row in stream_parquet(stream, name, columns))
     else:
-        raise ValueError(f"{name}: expected a name that ends in {', '.join(TEXTS + ROWS)}, optionally followed by .zst or .gz; "
+        raise ValueError(f"{name}: expected a name that ends in {', '.join(TEXTS + ROWS)}, optionally "
+                         "followed by .zst or .gz; "
                          "convert the file, or leave it out of files")  # fmt: skip
 
 
@@ -81,7 +83,9 @@ def _is_object(line: bytes) -> bool:
 
 
 def _lines(lines: Iterator[bytes], name: str) -> Iterator[InputRecord]:
-    """Records of one object a line; empty lines are skipped. A text that starts with [ is read as one array."""
+    """Records of one object a line; empty lines are skipped. A text that starts with [ is read as one
+    array.
+    """
     numbered, is_first = enumerate(lines, start=1), True
     for number, line in numbered:
         if is_first and line.lstrip().startswith(b"["):

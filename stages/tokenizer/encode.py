@@ -1,7 +1,7 @@
 """Encoding: the merges of a tokenizer are applied to every word of a text, in compiled code.
 
-In each word the pair with the lowest rank (its merge was learned first) is merged, the leftmost first, until no pair has a
-merge. Words and their tokens are cached, since a few words make up most of a text.
+In each word the pair with the lowest rank (its merge was learned first) is merged, the leftmost first, until
+no pair has a merge. Words and their tokens are cached, since a few words make up most of a text.
 """
 
 import numpy as np
@@ -10,14 +10,16 @@ from kernels.cpu.jit import jit
 from stages.tokenizer.pretokenizer import KEY_BYTES, Array, find_word, hash_slot, jit_nogil, word_end
 from stages.tokenizer.train import heap_pop, heap_push
 
-# Columns of `nodes`, which has one row per byte of a word: the token that starts there, the rows of the next and the previous
-# token, and the rank of its merge with the next token (-1: none).
+# Columns of `nodes`, which has one row per byte of a word: the token that starts there, the rows of the next
+# and the previous token, and the rank of its merge with the next token (-1: none).
 TOKEN, NEXT, PREVIOUS, RANK = 0, 1, 2, 3
 
 
 @jit
 def rank_table(merges: Array) -> Array:
-    """Hash table from pair to rank: (slots,) int64 of pair << 31 | rank; -1: empty slot. merges: from learn_merges."""
+    """Hash table from pair to rank: (slots,) int64 of pair << 31 | rank; -1: empty slot. merges: from
+    learn_merges.
+    """
     slots = 16
     while slots < 2 * merges.shape[0]:
         slots *= 2
@@ -45,7 +47,9 @@ def _rank(ranks: Array, left: int, right: int) -> int:
 
 @jit
 def _queue_pair(node: int, length: int, ranks: Array, nodes: Array, heap: Array, size: int) -> int:
-    """Push the pair at `node` onto the heap if it has a merge, and store its rank; returns the heap's size."""
+    """Push the pair at `node` onto the heap if it has a merge, and store its rank; returns the heap's
+    size.
+    """
     following = int(nodes[node, NEXT])
     rank = -1
     if following < length:
@@ -128,9 +132,11 @@ def encode_spans(
         classes: from character_classes().
         byte_tokens: (256,) int32, the token of each byte.
         merges, ranks: (merges, 3) int32, and rank_table(merges).
-        cache: (slots, 4) int64, in/out: a word's key, then the index of its tokens in `cached` << 8 | their number.
+        cache: (slots, 4) int64, in/out: a word's key, then the index of its tokens in `cached` << 8 | their
+            number.
         cached: (n,) int32, in/out: tokens of the cached words.
-        state: (2,) int64, in/out: number of words in `cache`, used length of `cached`. When either is full, the cache is emptied.
+        state: (2,) int64, in/out: number of words in `cache`, used length of `cached`. When either is full,
+            the cache is emptied.
     """
     longest = 256
     nodes, heap = np.empty((longest, 4), dtype=np.int32), np.empty(3 * longest, dtype=np.int64)

@@ -1,9 +1,11 @@
-"""The format of tokenizer files: Hugging Face's tokenizer.json, written in one canonical form. `file_reader` reads it.
+"""The format of tokenizer files: Hugging Face's tokenizer.json, written in one canonical form. `file_reader`
+reads it.
 
-The file writes a token with one character per byte. Printable ASCII and Latin-1 bytes are their own characters. The other bytes,
-in order, are the characters from U+0100 on; a space is U+0120.
+The file writes a token with one character per byte. Printable ASCII and Latin-1 bytes are their own
+characters. The other bytes, in order, are the characters from U+0100 on; a space is U+0120.
 
-Source: Radford et al. 2019; the table is that of the released GPT-2 encoder, the format that of Hugging Face tokenizers.
+Source: Radford et al. 2019; the table is that of the released GPT-2 encoder, the format that of Hugging Face
+tokenizers.
 """
 
 import json

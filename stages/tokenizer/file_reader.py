@@ -1,8 +1,10 @@
-"""Reads tokenizer files: Hugging Face's tokenizer.json, and GPT-2's two files. Checks everything that encoding relies on.
+"""Reads tokenizer files: Hugging Face's tokenizer.json, and GPT-2's two files. Checks everything that
+encoding relies on.
 
-Our encoder never finds an added token in text, like `tokenizers` with encode_special_tokens. A special token's flags
-single_word, lstrip, rstrip and normalized therefore change no ids, and are ignored. `tokenizers` always finds an added token
-that is not special, so a file with such a token is refused. A post_processor is ignored too: it adds tokens around a text's ids.
+Our encoder never finds an added token in text, like `tokenizers` with encode_special_tokens. A special
+token's flags single_word, lstrip, rstrip and normalized therefore change no ids, and are ignored.
+`tokenizers` always finds an added token that is not special, so a file with such a token is refused. A
+post_processor is ignored too: it adds tokens around a text's ids.
 """
 
 import json

@@ -4,11 +4,11 @@ A word is a match of this pattern, from left to right. A merge never crosses a w
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-Each byte that is not well-formed UTF-8 counts as one character that is neither letter, number nor white space. So any bytes can
-be split into words, and the concatenated words are those bytes.
+Each byte that is not well-formed UTF-8 counts as one character that is neither letter, number nor white
+space. So any bytes can be split into words, and the concatenated words are those bytes.
 
-Bytes are widened with int(), and no product reaches 2^63, since signed overflow is undefined in compiled code. So the results
-are the same with NUMBA_DISABLE_JIT=1.
+Bytes are widened with int(), and no product reaches 2^63, since signed overflow is undefined in compiled
+code. So the results are the same with NUMBA_DISABLE_JIT=1.
 
 Source: Radford et al. 2019, section 2.2 (byte-level BPE); the pattern is that of the released GPT-2 encoder.
 """
@@ -23,24 +23,29 @@ from stages.tokenizer.unicode_classes import OTHER, SPACE
 
 Array = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
-# For entry points called from several Python threads: like `jit`, without the GIL. Threads that fetch work items balance the
-# load better than prange's equal parts, and compile in a fraction of the time.
+# For entry points called from several Python threads: like `jit`, without the GIL. Threads that fetch work
+# items balance the load better than prange's equal parts, and compile in a fraction of the time.
 jit_nogil = numba.njit(cache=True, nogil=True)
 
-# Inlined, for functions called per byte or word: a quarter less time (30 MB of Python sources, 2 cores, 2026-11).
+# Inlined, for functions called per byte or word: a quarter less time (30 MB of Python sources, 2 cores,
+# 2026-11).
 jit_inline = numba.njit(cache=True, inline="always")
 
-# A longer document is cut into spans, so that threads can share it. Cuts are at word boundaries that need no context.
+# A longer document is cut into spans, so that threads can share it. Cuts are at word boundaries that need no
+# context.
 PIECE_BYTES = 1 << 17
 
-# Words up to this length are their own hash key: three integers of 7 bytes. Longer words are hashed and compared.
+# Words up to this length are their own hash key: three integers of 7 bytes. Longer words are hashed and
+# compared.
 KEY_BYTES = 21
 _LOW = (1 << 31) - 1
 
 
 @jit
 def classify(data: Array, pos: int, stop: int, classes: Array) -> int:
-    """Class and byte length of the character at `pos`, packed as class << 3 | length. An ill-formed byte is OTHER, length 1."""
+    """Class and byte length of the character at `pos`, packed as class << 3 | length. An ill-formed byte is
+    OTHER, length 1.
+    """
     byte = int(data[pos])
     if byte < 0x80:
         return int(classes[byte]) << 3 | 1
@@ -111,7 +116,8 @@ def word_end(data: Array, pos: int, stop: int, classes: Array) -> int:
     kind = character >> 3
     if kind != SPACE:
         return _run_end(data, first + (character & 7), stop, kind, classes)
-    # A run of white space leaves its last character to the next word, unless it is the only one or the text ends.
+    # A run of white space leaves its last character to the next word, unless it is the only one or the text
+    # ends.
     end = last = pos
     while end < stop:
         character = classify(data, end, stop, classes)
@@ -126,8 +132,8 @@ def word_end(data: Array, pos: int, stop: int, classes: Array) -> int:
 def cut_spans(data: Array, document_ends: Array, piece_bytes: int) -> tuple[Array, Array]:
     """Cut documents into spans that can be split into words independently.
 
-    A cut is before a space or newline that follows a printable ASCII byte. No word contains those two in this order, and the
-    pattern looks neither back nor past such a boundary.
+    A cut is before a space or newline that follows a printable ASCII byte. No word contains those two in this
+    order, and the pattern looks neither back nor past such a boundary.
 
     Args:
         data: (bytes,) uint8, the concatenated documents.
@@ -135,7 +141,8 @@ def cut_spans(data: Array, document_ends: Array, piece_bytes: int) -> tuple[Arra
         piece_bytes: a span ends at the first such boundary after this many bytes.
 
     Returns:
-        spans (n, 2) int64, begin and end; span_ends (documents,) int64, the number of spans up to each document's end.
+        spans (n, 2) int64, begin and end; span_ends (documents,) int64, the number of spans up to each
+        document's end.
     """
     spans = np.empty((document_ends.size + data.size // piece_bytes + 1, 2), dtype=np.int64)
     span_ends = np.empty(document_ends.size, dtype=np.int64)
@@ -163,7 +170,9 @@ def cut_spans(data: Array, document_ends: Array, piece_bytes: int) -> tuple[Arra
 
 @jit_inline
 def word_key(data: Array, start: int, end: int) -> tuple[int, int, int]:
-    """Key of the bytes data[start:end], three integers: the bytes themselves up to KEY_BYTES, else a hash of them."""
+    """Key of the bytes data[start:end], three integers: the bytes themselves up to KEY_BYTES, else a hash of
+    them.
+    """
     length = end - start
     a = b = c = 0
     if length <= KEY_BYTES:
@@ -190,10 +199,12 @@ def hash_slot(a: int, b: int, c: int, mask: int) -> int:
 
 @jit_inline
 def find_word(table: Array, data: Array, start: int, end: int, words: Array) -> int:
-    """Slot of the word data[start:end] in `table`. A new word gets the empty slot, with its key and the index -1.
+    """Slot of the word data[start:end] in `table`. A new word gets the empty slot, with its key and the index
+    -1.
 
     Args:
-        table: (slots, 4) int64: the key (its first integer is 0 in an empty slot), then the index of the word.
+        table: (slots, 4) int64: the key (its first integer is 0 in an empty slot), then the index of the
+            word.
         words: (n, 2 or more) int64: begin and end in `data` of each word of the table.
     """
     a, b, c = word_key(data, start, end)
@@ -233,7 +244,9 @@ def _grown_table(table: Array) -> Array:
 
 @jit
 def _doubled(rows: Array) -> Array:
-    """A copy of the rows (n, 3) with room for n more. Loops, since array assignments take seconds to compile."""
+    """A copy of the rows (n, 3) with room for n more. Loops, since array assignments take seconds to
+    compile.
+    """
     grown = np.empty((2 * rows.shape[0], 3), dtype=np.int64)
     for row in range(rows.shape[0]):
         for column in range(3):

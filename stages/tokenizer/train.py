@@ -1,8 +1,8 @@
 """BPE training: merges are learned from weighted words, in compiled code.
 
-The most frequent pair of neighbouring tokens inside words becomes a new token. At a tie it is the pair with the smallest left
-id, then the smallest right id. Counts are exact after every merge. Only pairs next to a merged pair are recounted, so the time
-grows with the distinct words of the text, not with merges x text.
+The most frequent pair of neighbouring tokens inside words becomes a new token. At a tie it is the pair with
+the smallest left id, then the smallest right id. Counts are exact after every merge. Only pairs next to a
+merged pair are recounted, so the time grows with the distinct words of the text, not with merges x text.
 
 Ids are below 65,536, so a pair is the integer left << 16 | right.
 
@@ -14,13 +14,14 @@ import numpy as np
 from kernels.cpu.jit import jit
 from stages.tokenizer.pretokenizer import Array, hash_slot, jit_nogil
 
-# Columns of `nodes` (one row per byte of the words): the token that starts there (-1: inside a token), the rows of the next
-# and the previous token of the word (-1: none), and the count of the word.
+# Columns of `nodes` (one row per byte of the words): the token that starts there (-1: inside a token), the
+# rows of the next and the previous token of the word (-1: none), and the count of the word.
 TOKEN, NEXT, PREVIOUS, WEIGHT = 0, 1, 2, 3
-# Columns of `pairs` (an open hash table): the pair + 1 (0: empty slot), its count, the first of its places (a row of `places`,
-# a linked list: node, next place), and the merge that last raised the count.
+# Columns of `pairs` (an open hash table): the pair + 1 (0: empty slot), its count, the first of its places (a
+# row of `places`, a linked list: node, next place), and the merge that last raised the count.
 PAIR, COUNT, PLACES, RAISED = 0, 1, 2, 3
-# Heap keys are (_MAX_COUNT - count) << 32 | pair. The smallest key is the most frequent pair; at a tie, the smaller pair.
+# Heap keys are (_MAX_COUNT - count) << 32 | pair. The smallest key is the most frequent pair; at a tie, the
+# smaller pair.
 _MAX_COUNT = (1 << 30) - 1
 
 
@@ -91,8 +92,8 @@ def _raise_count(
 ) -> None:
     """Add the pair at `node` to its count and to its list of places.
 
-    `raised` collects the slots whose counts this merge raised. `state` is [slots used in pairs, rows used in places, slots in
-    raised].
+    `raised` collects the slots whose counts this merge raised. `state` is [slots used in pairs, rows used in
+    places, slots in raised].
     """
     slot = _find_pair(pairs, pair)
     if pairs[slot, PAIR] == 0:
@@ -217,8 +218,8 @@ def _pop_most_frequent(heap: Array, size: int, pairs: Array) -> tuple[int, int]:
 def learn_merges(data: Array, words: Array, byte_tokens: Array, num_tokens: int) -> Array:
     """Learn merges until there are `num_tokens` tokens, or every word is one token.
 
-    No two merges give the same bytes. A merge replaces every occurrence of its pair, so equal bytes that become one token were
-    merged in the same way.
+    No two merges give the same bytes. A merge replaces every occurrence of its pair, so equal bytes that
+    become one token were merged in the same way.
 
     Args:
         data: (bytes,) uint8.

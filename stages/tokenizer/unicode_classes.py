@@ -1,10 +1,12 @@
-"""Letters, numbers and white space of Unicode, frozen, so that a newer Unicode version never changes a tokenizer.
+"""Letters, numbers and white space of Unicode, frozen, so that a newer Unicode version never changes a
+tokenizer.
 
-Ranges first-last of code points in hexadecimal, as \\p{L}, \\p{N} and \\s match in the package regex 2026.11.19 (Unicode 18.0).
-A test compares all of them.
+Ranges first-last of code points in hexadecimal, as \\p{L}, \\p{N} and \\s match in the package regex
+2026.11.19 (Unicode 18.0). A test compares all of them.
 
-tiktoken 0.14 has the table of Unicode 16.0. There 17,480 later code points are none of the three, so text with such a character
-can be split differently. A parity test compares every character that Python's unicodedata has.
+tiktoken 0.14 has the table of Unicode 16.0. There 17,480 later code points are none of the three, so text
+with such a character can be split differently. A parity test compares every character that Python's
+unicodedata has.
 """
 
 import numpy as np

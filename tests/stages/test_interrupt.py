@@ -27,14 +27,14 @@ def test_the_request_is_said_at_once(number: signal.Signals, said: str) -> None:
 
 # Would catch Ctrl-C that waits for a long micro-step, and an interrupted update of the weights.
 def test_a_section_is_cut_and_nothing_else() -> None:
-    with Interrupt(silent, cuts=True) as interrupt, pytest.raises(Interrupted), interrupt.section():
+    with Interrupt(silent, cuts=True) as interrupt, pytest.raises(Interrupted), interrupt.interruptible():
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the section went on")
     with Interrupt(silent, cuts=True) as interrupt:
-        with interrupt.section():
+        with interrupt.interruptible():
             pass
         signal.raise_signal(signal.SIGINT)  # between sections
-        with pytest.raises(Interrupted), interrupt.section():
+        with pytest.raises(Interrupted), interrupt.interruptible():
             pytest.fail("another section began")
 
 
@@ -42,7 +42,7 @@ def test_a_section_is_cut_and_nothing_else() -> None:
 def test_on_a_gpu_a_section_ends_at_a_check_alone() -> None:
     seen = []
     with Interrupt(silent, cuts=False) as interrupt:
-        with interrupt.section():
+        with interrupt.interruptible():
             signal.raise_signal(signal.SIGINT)
             seen.append("whole")
         with pytest.raises(Interrupted):

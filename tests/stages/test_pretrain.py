@@ -60,7 +60,9 @@ def kill() -> None:
 
 
 def test_stage_writes_model_curves_and_samples(corpus: Any, settings_with: Make) -> None:
-    """Would catch an out that is missing or incomplete, a curve without its end, and a model that did not learn."""
+    """Would catch an out that is missing or incomplete, a curve without its end, and a model that did not
+    learn.
+    """
     out = run(corpus, settings_with("pretrain.steps=40", "pretrain.val_every=20"))
     tokenizer = Tokenizer.load(corpus.tokenizer)
     loaded = checkpoint.load(out / "checkpoint", tokenizer.sha256)
@@ -89,7 +91,8 @@ def test_stage_writes_model_curves_and_samples(corpus: Any, settings_with: Make)
 
 
 def test_bits_per_byte_are_those_of_every_token(corpus: Any, settings_with: Make) -> None:
-    """Would catch a validation that skips the last window, counts padding, or divides by tokens or characters.
+    """Would catch a validation that skips the last window, counts padding, or divides by tokens or
+    characters.
 
     The sum over other batches of the same windows differs by rounding of the single losses only: 1e-5 of it.
     """
@@ -126,8 +129,8 @@ def outs(folder: Path) -> dict[str, bytes]:
 def test_killed_and_resumed_gives_the_same_bytes(
     corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch an out that shows that the run was stopped, or that depends on time or folder: DVC would run it again where
-    its lock was put back."""
+    """Would catch an out that shows that the run was stopped, or that depends on time or folder: DVC would
+    run it again where its lock was put back."""
     whole = run(corpus, settings_with(), "whole")
     stopped_at(monkeypatch, 3, kill)
     monkeypatch.setenv("DVC_ROOT", "elsewhere")
@@ -142,8 +145,9 @@ def test_killed_and_resumed_gives_the_same_bytes(
 def test_only_the_same_work_is_resumed(
     corpus: Any, settings_with: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a run that continues from weights of another learning rate, or repeats finished work; outs of finished work
-    that come back otherwise; and its provenance overwritten by the run that only wrote the outs again."""
+    """Would catch a run that continues from weights of another learning rate, or repeats finished work; outs
+    of finished work that come back otherwise; and its provenance overwritten by the run that only wrote the
+    outs again."""
     first = run(corpus, settings_with(), "first")
     provenance = next(Path(".nanoeuler/runs").glob("pretrain-*/provenance.json"))
     told = provenance.read_bytes()
@@ -159,7 +163,9 @@ def test_only_the_same_work_is_resumed(
 def test_ctrl_c_exits_130_and_goes_on(
     corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch exit code 0 after Ctrl-C, which DVC would record as success, and `interrupted` printed twice."""
+    """Would catch exit code 0 after Ctrl-C, which DVC would record as success, and `interrupted` printed
+    twice.
+    """
     whole = run(corpus, settings_with(), "whole")
     monkeypatch.setenv("DVC_ROOT", "elsewhere")
     stopped_at(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
@@ -183,7 +189,8 @@ def test_ctrl_c_exits_130_and_goes_on(
 def test_steps_of_a_wsd_run_can_be_raised(
     corpus: Any, settings_with: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a trunk that depends on the steps, and a longer run that differs from one from scratch.
+    """Would catch a shared_hash that depends on the steps, and a longer run that differs from one from
+    scratch.
 
     Also one that resumes after a change of the data or the learning rate.
     """
@@ -215,8 +222,8 @@ def first(corpus: Any, settings_with: Make) -> Path:
 def test_training_starts_with_a_checkpoint(
     corpus: Any, settings_with: Make, first: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch random weights in place of the checkpoint's, moments or steps of its run, and a state resumed although the
-    checkpoint is another one."""
+    """Would catch random weights in place of the checkpoint's, moments or steps of its run, and a state
+    resumed although the checkpoint is another one."""
     still = ("pretrain.lr=1e-12", f"pretrain.init_from={first}")
     out = run(corpus, settings_with(*still), "still")
     for name, array in checkpoint.load(out / "checkpoint").weights.items():
@@ -238,7 +245,9 @@ def test_training_starts_with_a_checkpoint(
 def test_a_checkpoint_of_another_model_is_refused(
     corpus: Any, settings_with: Make, first: Path, tmp_path: Path
 ) -> None:
-    """Would catch NumPy's complaint about shapes, the same shapes under other settings, and ids that mean something else."""
+    """Would catch NumPy's complaint about shapes, the same shapes under other settings, and ids that mean
+    something else.
+    """
     start = f"pretrain.init_from={first}"
     with pytest.raises(
         ValueError, match=r"init_from: models/first holds another model; set model.heads=2 model.ffn=24$"

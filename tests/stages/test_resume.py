@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from stages import resume as resume_module
-from stages.resume import ResumeFolder, State, Work, fingerprint, sources
+from stages.resume import ResumeFolder, RunIdentity, State, fingerprint, sources
 
-WORK = Work("pretrain", "trunk", steps=100, trunk_steps=0)
-OTHER = replace(WORK, trunk="another")
-WSD = Work("pretrain", "wsd", steps=20, trunk_steps=15)
+WORK = RunIdentity("pretrain", "shared_hash", steps=100, steps_before_cooldown=0)
+OTHER = replace(WORK, shared_hash="another")
+WSD = RunIdentity("pretrain", "wsd", steps=20, steps_before_cooldown=15)
 
 
 def state(step: int) -> State:
@@ -33,7 +33,7 @@ def steps(folder: ResumeFolder) -> list[int]:
     return sorted(int(path.name.partition("-")[0]) for path in folder.folder.glob("*.safetensors"))
 
 
-def make(work: Work, root: Path, *saved: int, finish: bool = True) -> ResumeFolder:
+def make(work: RunIdentity, root: Path, *saved: int, finish: bool = True) -> ResumeFolder:
     """The folder of a run that saved these steps."""
     with ResumeFolder(work, root, lambda line: None) as folder:
         for step in saved:
@@ -66,8 +66,8 @@ def test_a_long_run_finds_its_newest_state(tmp_path: Path) -> None:
 
 
 # Would catch a step saved twice, with and without its validation, that pushes the state before it out.
-@pytest.mark.parametrize("work", [WORK, replace(WSD, trunk_steps=10)])
-def test_a_step_saved_again_replaces_its_state(tmp_path: Path, work: Work) -> None:
+@pytest.mark.parametrize("work", [WORK, replace(WSD, steps_before_cooldown=10)])
+def test_a_step_saved_again_replaces_its_state(tmp_path: Path, work: RunIdentity) -> None:
     with ResumeFolder(work, tmp_path) as resume:
         for step in (5, 10):
             resume.save(state(step))
@@ -116,7 +116,7 @@ def test_leftovers_of_a_kill_are_ignored_and_removed(tmp_path: Path) -> None:
 def test_finished_work_stays_until_other_work_of_its_stage_is_finished(tmp_path: Path) -> None:
     own, interrupted = (
         make(WORK, tmp_path, 5, 7),
-        make(replace(WORK, trunk="interrupted"), tmp_path, 3, finish=False),
+        make(replace(WORK, shared_hash="interrupted"), tmp_path, 3, finish=False),
     )
     assert (own.folder / "finished").read_text(encoding="utf-8") == "pretrain" and steps(own) == [7]
     make(replace(WORK, stage="sft"), tmp_path, 9)
@@ -164,17 +164,21 @@ def test_the_state_before_the_cool_down_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("work", "saved", "expected"),
     [
-        (replace(WSD, steps=50, trunk_steps=40), (10, 15, 16, 20), 15),
-        (replace(WSD, steps=50, trunk_steps=40), (10, 12), 12),  # interrupted before its cool-down
-        (replace(WSD, steps=20, trunk_steps=12), (10, 15, 20), None),
-        (replace(WSD, steps=12, trunk_steps=12), (10, 12), 12),
-        (replace(WSD, trunk="another"), (10, 15), None),
-        (replace(WSD, stage="sft", trunk="another"), (10, 15), None),
-        (replace(WSD, steps=50, trunk_steps=0), (10, 15), None),  # the schedule depends on the length
+        (replace(WSD, steps=50, steps_before_cooldown=40), (10, 15, 16, 20), 15),
+        (replace(WSD, steps=50, steps_before_cooldown=40), (10, 12), 12),  # interrupted before its cool-down
+        (replace(WSD, steps=20, steps_before_cooldown=12), (10, 15, 20), None),
+        (replace(WSD, steps=12, steps_before_cooldown=12), (10, 12), 12),
+        (replace(WSD, shared_hash="another"), (10, 15), None),
+        (replace(WSD, stage="sft", shared_hash="another"), (10, 15), None),
+        (
+            replace(WSD, steps=50, steps_before_cooldown=0),
+            (10, 15),
+            None,
+        ),  # the schedule depends on the length
     ],
 )
 def test_a_run_of_another_length_goes_on_from_the_newest_common_state(
-    tmp_path: Path, work: Work, saved: tuple[int, ...], expected: int | None
+    tmp_path: Path, work: RunIdentity, saved: tuple[int, ...], expected: int | None
 ) -> None:
     earlier = make(WSD, tmp_path, *saved, finish=False)
     lines: list[str] = []
@@ -197,7 +201,7 @@ def test_an_earlier_run_is_read_with_the_same_care(tmp_path: Path) -> None:
     earlier = make(WSD, tmp_path, 10, 15, 20)
     damaged = next(earlier.folder.glob("000000015-*"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    with ResumeFolder(replace(WSD, steps=50, trunk_steps=40), tmp_path) as longer:
+    with ResumeFolder(replace(WSD, steps=50, steps_before_cooldown=40), tmp_path) as longer:
         assert longer.load() is None and earlier.folder.exists()
         longer.save(state(50))
         longer.finish()
@@ -231,8 +235,8 @@ def test_a_second_run_waits_for_the_first_and_says_so(tmp_path: Path) -> None:
 # Would catch a lock that outlives its process: after kill -9 the next run would wait for ever.
 def test_a_killed_run_frees_its_lock(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from stages.resume import ResumeFolder, Work\n"
-        "ResumeFolder(Work('pretrain', 'trunk', 100, 0), Path(sys.argv[1])).__enter__(); "
+        "import os, sys; from pathlib import Path; from stages.resume import ResumeFolder, RunIdentity\n"
+        "ResumeFolder(RunIdentity('pretrain', 'shared_hash', 100, 0), Path(sys.argv[1])).__enter__(); "
         "os.kill(os.getpid(), 9)"
     )
     subprocess.run(
@@ -280,9 +284,9 @@ def test_fingerprint_holds_names(tmp_path: Path) -> None:
 def test_work_has_its_own_fingerprint() -> None:
     others = [
         replace(WSD, steps=21),
-        replace(WSD, trunk_steps=14),
+        replace(WSD, steps_before_cooldown=14),
         replace(WSD, stage="sft"),
-        replace(WSD, trunk="x"),
+        replace(WSD, shared_hash="x"),
     ]
     assert len({work.fingerprint for work in [WSD, *others]}) == 5
     assert json.loads(json.dumps(WSD.fingerprint)) == WSD.fingerprint and len(WSD.fingerprint) == 32

@@ -31,7 +31,9 @@ def write_split(folder: Path, sizes: list[int], vocab_size: int = 500) -> np.nda
 
 
 def test_layout_is_the_published_one(tmp_path: Path) -> None:
-    """Catches any drift of the layout: the expected bytes are written out by hand, not by the writer's own constants."""
+    """Catches any drift of the layout: the expected bytes are written out by hand, not by the writer's own
+    constants.
+    """
     write_shard(tmp_path / "a.bin", np.array([1, 258, 65535]), 65536)
     expected = struct.pack("<3i", 20240520, 1, 3) + bytes(4 * 253) + b"\x01\x00\x02\x01\xff\xff"
     assert (tmp_path / "a.bin").read_bytes() == expected
@@ -57,8 +59,9 @@ def test_vocabulary_above_uint16_is_refused(tmp_path: Path) -> None:
 def test_writer_cuts_the_stream_without_loss(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[int], per_shard: int, last: int, block: int
 ) -> None:
-    """Catches tokens lost or doubled where a piece ends at, before or after a shard's or block's border, a last shard that is
-    empty or too short, and a CRC-32 that depends on the pieces in which the tokens came."""
+    """Catches tokens lost or doubled where a piece ends at, before or after a shard's or block's border, a
+    last shard that is empty or too short, and a CRC-32 that depends on the pieces in which the tokens
+    came."""
     folder = tmp_path_factory.mktemp("shards")
     stream = np.arange(sum(pieces))
     with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +85,9 @@ def test_writer_cuts_the_stream_without_loss(
 
 
 def test_one_token_too_many_is_joined_to_the_shard_before(tmp_path: Path) -> None:
-    """Catches a last shard on which llm.c aborts, at the real size: one token beyond a shard, and one shard that is short."""
+    """Catches a last shard on which llm.c aborts, at the real size: one token beyond a shard, and one shard
+    that is short.
+    """
     with ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=3 * LAST_TOKENS) as writer:
         writer.add(np.ones(3 * LAST_TOKENS, np.uint8))
         writer.add(np.ones(1, np.uint8))
@@ -120,7 +125,9 @@ def test_shard_sizes_that_the_format_cannot_hold(tmp_path: Path, monkeypatch: py
 def test_reads_cross_shard_borders(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject
 ) -> None:
-    """Catches an off-by-one at a shard's border, where a loader that reads each file alone drops or repeats tokens."""
+    """Catches an off-by-one at a shard's border, where a loader that reads each file alone drops or repeats
+    tokens.
+    """
     folder = tmp_path_factory.mktemp("shards")
     stream = write_split(folder, sizes)
     split = open_split(folder, "val", SHA, 500)
@@ -220,7 +227,9 @@ SPOIL = {
 
 @pytest.mark.parametrize("fault", SPOIL)
 def test_broken_files_are_named(tmp_path: Path, fault: str) -> None:
-    """Catches a reader that trusts a broken file, and a message without file, expected, found or what to do."""
+    """Catches a reader that trusts a broken file, and a message without file, expected, found or what to
+    do.
+    """
     write_split(tmp_path, [4, 6])
     spoil, message = SPOIL[fault]
     spoil(tmp_path)
@@ -245,7 +254,9 @@ def test_other_tokenizer_or_vocabulary_is_refused(tmp_path: Path) -> None:
 
 
 def test_file_that_changes_after_opening_is_noticed(tmp_path: Path) -> None:
-    """Catches ids past the embedding, and a short read, from files swapped or cut while a long run reads them."""
+    """Catches ids past the embedding, and a short read, from files swapped or cut while a long run reads
+    them.
+    """
     write_split(tmp_path, [4, 6])
     split = open_split(tmp_path, "val", SHA, 500)
     changed = write_shard(tmp_path / "val_00001.bin", np.array([1, 2, 3, 500, 4, 5]), 1000)
@@ -281,7 +292,9 @@ def flipped(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("start", [BLOCK_TOKENS, FLIPPED, 2 * BLOCK_TOKENS - 1])
 def test_flipped_bit_is_found_by_any_window_of_its_block(flipped: Path, start: int) -> None:
-    """Catches a check that looks at the tokens asked for alone, at the file's first block, or at whole files that are read."""
+    """Catches a check that looks at the tokens asked for alone, at the file's first block, or at whole files
+    that are read.
+    """
     split = open_split(flipped, "val", SHA, 500)
     with pytest.raises(
         ValueError,
@@ -294,7 +307,9 @@ def test_flipped_bit_is_found_by_any_window_of_its_block(flipped: Path, start: i
 
 
 def test_blocks_are_read_whole_once(flipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a check at every window, which would slow training, one that reads blocks nobody asked for, and wrong tokens."""
+    """Catches a check at every window, which would slow training, one that reads blocks nobody asked for, and
+    wrong tokens.
+    """
     split, hashed = open_split(flipped, "val", SHA, 500), list[int]()
     crc32 = shard_format.block_crc32
 
@@ -316,7 +331,9 @@ def test_blocks_are_read_whole_once(flipped: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_clear_removes_what_an_earlier_run_left(tmp_path: Path) -> None:
-    """Catches shards of a longer earlier run that remain next to those of a shorter one, and an index without its shards."""
+    """Catches shards of a longer earlier run that remain next to those of a shorter one, and an index without
+    its shards.
+    """
     write_split(tmp_path, [4, 6])
     (tmp_path / "val_00002.bin.partial").write_bytes(b"half")
     (tmp_path / "mine.txt").write_text("kept", encoding="utf-8")

@@ -18,7 +18,7 @@ from kernels.engine import Engine
 from stages import training as training_module
 from stages.interrupt import Interrupt
 from stages.metrics import PlainDisplay, TrainingHistory
-from stages.resume import ResumeFolder, State, Work
+from stages.resume import ResumeFolder, RunIdentity, State
 from stages.training import Outs, Task, ValidationResult, train
 from stages.training_settings import Training
 from stages.updates import Outcome, held_out_nats, train_step
@@ -50,10 +50,10 @@ def task(one: Engine, data: Data | None = None) -> Task:
     return Task(data or Data(), train_step, validate, lambda seed, interrupt: f"sample {seed}")
 
 
-def work(settings: Training = SETTINGS) -> Work:
-    """As run_stage makes it; all runs here have the same trunk."""
+def work(settings: Training = SETTINGS) -> RunIdentity:
+    """As run_stage makes it; all runs here have the same shared_hash."""
     before = settings.steps - settings.cooldown_steps if settings.schedule == "wsd" else 0
-    return Work("pretrain", "trunk", settings.steps, before)
+    return RunIdentity("pretrain", "shared_hash", settings.steps, before)
 
 
 def outs(folder: Path) -> Outs:
@@ -292,7 +292,7 @@ def test_curves_grow_while_a_run_is_under_way(tmp_path: Path, monkeypatch: pytes
     """Would catch plots that show nothing of a run before its first checkpoint, or a file that is half
     there.
     """
-    monkeypatch.setattr(training_module, "LIVE_S", 0.0)
+    monkeypatch.setattr(training_module, "CURVES_EVERY_S", 0.0)
     seen: list[list[str]] = []
 
     class Watched(Data):
@@ -375,18 +375,20 @@ def test_a_step_may_pair_sequences_and_ask_a_frozen_model(tmp_path: Path) -> Non
     def logprobs(model: Engine, batch: Batch) -> np.ndarray:
         return -(model.score(batch) * batch.loss_weight).sum(axis=1)
 
-    def step(engine: Engine, batches: Any, weights: Any, lr: float, meanwhile: Any, section: Any) -> Outcome:
+    def step(
+        engine: Engine, batches: Any, weights: Any, lr: float, while_gpu_computes: Any, interruptible: Any
+    ) -> Outcome:
         (batch,) = batches
         ahead = logprobs(engine, batch) - logprobs(frozen, batch)
         margin = ahead[0::2] - ahead[1::2]
         pull = np.repeat(beta / (1 + np.exp(beta * margin)), 2) * np.where(chosen, 1, -1)
         weight = (batch.loss_weight * pull[:, None]).astype(np.float32)
-        with section():
+        with interruptible():
             engine.micro_step(replace(batch, loss_weight=weight), np.array([0.5, 0.0]))
         engine.reduce()
         loss = float(np.log1p(np.exp(-beta * margin)).mean())
         margins.append(float(margin.mean()))
-        return Outcome(loss, loss, float(engine.update(lr, meanwhile).grad_norm))
+        return Outcome(loss, loss, float(engine.update(lr, while_gpu_computes).grad_norm))
 
     settings = replace(SETTINGS, steps=20, grad_accum_steps=1)
     _, history = run(tmp_path, settings=settings, one=one, of=replace(task(one, Pairs()), step=step))
