@@ -15,10 +15,10 @@ ROOT, PAGE = Path(__file__).resolve().parent.parent, Path("docs/ops.md")
 CUDA, TESTS = ROOT / "kernels" / "cuda", ROOT / "tests" / "kernels"
 INTRODUCTION = """# Operations
 
-Every operation from its formula to its tests. The CPU file holds the derivation's result and a loop that can be read and
-stepped through. The CUDA file starts with the same equations, and its launcher of the same name points back to the CPU file.
-[training_step.md](training_step.md) derives the backward passes; [extending.md](extending.md) adds an operation.
-Made by `python -m docs.ops` (`make figures`).
+Every operation from its formula to its tests. The CPU file holds the derivation's result and a loop that can
+be read and stepped through. The CUDA file starts with the same equations, and its launcher of the same name
+points back to the CPU file. [training_step.md](training_step.md) derives the backward passes;
+[extending.md](extending.md) adds an operation. Made by `python -m docs.ops` (`make figures`).
 
 | operation | what it computes | CPU | CUDA | launcher | tests |
 |---|---|---|---|---|---|

@@ -76,7 +76,7 @@ class Decoder:
         self, tokens: Array, cache: KVCache, uniforms: Iterable[Array], suppressed: Array, *,
         temperature: float, top_k: int, top_p: float,
     ) -> Generator[NDArray[np.int32]]:  # fmt: skip
-        """Append tokens (B, n), sample one token per sequence, append those, and so on: (B,) tokens for each of
+        """Append tokens (B, n), sample a token per sequence, append those, and so on: (B,) tokens for each of
         `uniforms`.
 
         A GPU does not wait for the host in between. The pass that reads a token is launched before the host
@@ -121,7 +121,7 @@ class Decoder:
         `position`.
 
         Args:
-            position: counts the positions after which the last call of `sample_next` with this cache sampled a token.
+            position: index among the positions after which the last `sample_next` with this cache sampled.
             uniform: (K - 1,) fp64, the random number of each sample.
             cache, suppressed, temperature, top_k, top_p: as in `sample_next`.
         """
@@ -167,7 +167,7 @@ class Decoder:
     ) -> Array:
         """Read tokens (B, n) into the cache; head 0's logits (B * last, Vp) after the last `last` positions.
 
-        If `tokens` is None, they are the ones that the previous pass sampled into this slot. With a sampler, a
+        If `tokens` is None, they are those that the previous pass sampled into this slot. With a sampler, a
         token is sampled after each row of the logits, in the same graph.
         """
         ops = self._model.tensors.ops

@@ -1,8 +1,7 @@
 """The engine: one model on one device, with its parameters, gradients, optimizer state and activations.
 
 One update is micro_step x n, reduce, update. Gradients accumulate over the micro-steps. The weight of each
-position in the loss is known before the first, because it depends on the whole update. `Engine.decoder`
-generates token by token. An engine is used by one thread.
+position in the loss depends on the whole update, so it is known before the first. One thread uses an engine.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,16 +58,11 @@ class Engine:
         optimizer: AdamW | None = None,
     ) -> None:
         self.ops: Ops = open_ops(device, numerics, threads=threads, dtype=dtype)
-        self.config, self.micro_batch, self.training, self.device = (
-            config,
-            micro_batch,
-            training,
-            self.ops.name,
-        )
+        self.config, self.micro_batch, self.training = config, micro_batch, training
+        self.device = self.ops.name
         self._optimizer = optimizer = optimizer or AdamW()
         self._table, self._step = parameter_table(config), 0
-        # Whether the next micro-batch is its update's first: it overwrites the weight gradients of linear
-        # layers.
+        # The first micro-batch of an update overwrites the weight gradients of linear layers.
         self._is_first_micro_step = True
         self._plan = plan(config, numerics, micro_batch, self.ops, training=training, optimizer=optimizer)
         check_fits(self._plan, micro_batch, self.ops.memory_bytes())
@@ -108,8 +102,9 @@ class Engine:
         """
         expected = {p.name: p.shape for p in self._table}
         for name in expected.keys() ^ weights.keys():
-            problem = "missing" if name in expected else "unknown to this model"
-            raise ValueError(f"weights: {name} is {problem}")
+            raise ValueError(
+                f"weights: {name} is {'unknown to this model' if name in weights else 'missing'}"
+            )
         for name, shape in expected.items():
             if weights[name].shape != shape:
                 raise ValueError(f"weights: {name} expected shape {shape}, got {weights[name].shape}")
@@ -239,14 +234,13 @@ class Engine:
         norm = self._model.forward(*self._upload_batch(batch))
         nll, correct = (self._arena.rows(name, norm.shape[0]) for name in ("nll", "correct"))
         targets, weight = head_targets(batch, heads)
-        target = self._upload("targets", targets.reshape(heads, -1))
-        shape = targets.shape
+        target, shape = self._upload("targets", targets.reshape(heads, -1)), targets.shape
         result = HeadScores(np.empty(shape, self.ops.dtype), np.empty(shape, np.bool_), weight)
         for k in range(heads):
             for part in self._parts(norm.shape[0]):
-                logits = self._model.head_logits(k, norm[part])
+                logits, outs = self._model.head_logits(k, norm[part]), (nll[part], correct[part])
                 self.ops.cross_entropy_forward(
-                    nll[part], correct[part], logits, target[k, part], vocab_size=self.config.vocab_size
+                    *outs, logits, target[k, part], vocab_size=self.config.vocab_size
                 )
             result.nll[k] = self.ops.download(nll).reshape(shape[1:])
             result.correct[k] = self.ops.download(correct).reshape(shape[1:])
@@ -273,7 +267,6 @@ class Engine:
         return [buffer.name for buffer in self._plan if buffer.kind == "moments"]
 
     def _state_names(self) -> list[str]:
-        """The buffers that an update leaves to the next."""
         return ["parameters", *self.moments, *(["fp8_scales"] if self._fp8_weights else [])]
 
     def first_nonfinite(self) -> str | None:

@@ -71,7 +71,7 @@ def new_cache(config: ModelConfig, ops: Ops, batch: int) -> KVCache:
 
 
 def tokens_view(arena: Arena, count: int, slot: int) -> Array:
-    """Where a pass of this slot reads its `count` tokens, and the pass before it writes the ones it samples."""
+    """Where a pass of this slot reads its `count` tokens, and the pass before it writes its samples."""
     return arena.view("inputs", (1 + 2 * count,), slot)[1 + count :]
 
 

@@ -85,7 +85,8 @@ class Ops(Protocol):
         self, out: Array, mean: Array, rstd: Array, inp: Array, weight: Array, bias: Array, *, eps: float
     ) -> None: ...
     def layernorm_backward(
-        self, dinp: Array, dweight: Array, dbias: Array, dout: Array, inp: Array, weight: Array, mean: Array, rstd: Array
+        self, dinp: Array, dweight: Array, dbias: Array, dout: Array, inp: Array, weight: Array, mean: Array,
+        rstd: Array,
     ) -> None: ...  # fmt: skip
     def residual_layernorm_forward(
         self, residual_out: Array, out: Array, mean: Array, rstd: Array, residual: Array, branch: Array,
@@ -115,7 +116,8 @@ class Ops(Protocol):
     def rope_backward(self, dqkv: Array, start: Array, table: Array, *, rotated: int) -> None: ...
     def attention_forward(self, out: Array, lse: Array, qkv: Array, start: Array) -> None: ...
     def attention_backward(
-        self, dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Array, dbias: Array | None = None
+        self, dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Array,
+        dbias: Array | None = None,
     ) -> None: ...  # fmt: skip
     def decode_attention_forward(
         self, out: Array, qkv: Array, keys: Array, values: Array, length: Array
@@ -148,7 +150,8 @@ class Ops(Protocol):
     # Generation.
     def suppress_tokens(self, logits: Array, ids: Array) -> None: ...
     def sample(
-        self, out: Array, logits: Array, uniform: Array, *, vocab_size: int, temperature: float, top_k: int, top_p: float
+        self, out: Array, logits: Array, uniform: Array, *, vocab_size: int, temperature: float, top_k: int,
+        top_p: float,
     ) -> None: ...  # fmt: skip
 
     # Memory and order of work.

@@ -270,7 +270,7 @@ def run(argv: list[str]) -> None:
         # default encoding.
         sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8", errors="replace")
     with suppress(ImportError):
-        import readline  # noqa: F401 - gives input() history and line editing; Windows consoles have their own
+        import readline  # noqa: F401 - gives input() history and line editing; Windows has its own
     print_status(f"{banner(args.model, engine, sampling)}\n/help lists the commands")
     converse(chat)
 

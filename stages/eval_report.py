@@ -98,11 +98,13 @@ def report_text(
     parts = [
         "# Evaluation\n",
         table,
-        f"Text: {counts['text_tokens']:,} tokens of {counts['text_bytes']:,} UTF-8 bytes, each once, in windows of the",
+        f"Text: {counts['text_tokens']:,} tokens of {counts['text_bytes']:,} UTF-8 bytes, each "
+        "once, in windows of the",
         "context that don't overlap, under head 0; losses are nats a token.\n",
         f"Answers: {counts['conversations']:,} held-out conversations. answer_loss counts the answers' "
         "contents,",
-        "end_of_turn_loss the token that closes each, sft_loss both; for answer_loss_shuffled each answer stands behind",
+        "end_of_turn_loss the token that closes each, sft_loss both; for answer_loss_shuffled "
+        "each answer stands behind",
         "another conversation's question.\n",
         *replies_lines(scores),
         *(["Figures that cannot be had:\n", *reasons, ""] if reasons else []),

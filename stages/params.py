@@ -30,7 +30,7 @@ PARAMS = "params.yaml"
 KEPT = "conf/kept/params.yaml"
 KEPT_HEADER = """\
 # @package _global_
-# Written by `python -m stages.params --write [overrides]`: the overrides that every later composition includes.
+# Written by `python -m stages.params --write [overrides]`: overrides of every later composition.
 """
 
 

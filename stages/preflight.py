@@ -57,7 +57,10 @@ def _device(stage: str, settings: Settings) -> Iterator[str]:
     from kernels.devices import gpu_visible
 
     if device == "cpu" or (device == "auto" and not gpu_visible()):
-        yield f"pretrain: numerics.precision={precision} needs a GPU, and none is visible; set numerics.precision=fp32"
+        yield (
+            f"pretrain: numerics.precision={precision} needs a GPU, and none is visible; set "
+            "numerics.precision=fp32"
+        )
 
 
 def _initial_model(stage: str, settings: Settings, root: Path) -> Iterator[str]:
@@ -68,7 +71,10 @@ def _initial_model(stage: str, settings: Settings, root: Path) -> Iterator[str]:
     try:
         theirs = dict(json.loads((root / folder / "model.json").read_bytes())["config"])
     except (OSError, ValueError, KeyError, TypeError):
-        yield f"pretrain: pretrain.init_from: {folder} holds no checkpoint; set it to a folder with model.json and the weights"
+        yield (
+            f"pretrain: pretrain.init_from: {folder} holds no checkpoint; set it to a folder "
+            "with model.json and the weights"
+        )
         return
     ours = settings.model.config(vocab_size=theirs["vocab_size"]).to_dict()
     if differing := [f"model.{key}={theirs[key]}" for key in theirs if theirs[key] != ours[key]]:
@@ -137,7 +143,10 @@ def _prompts(settings: Settings, tokenizer_path: Path) -> Iterator[str]:
         sizes.append((f"eval.chat_prompts[{number}]", len(prompt)))
     for name, size in sizes:
         if size > context:
-            yield f"eval: {name} takes {size} tokens, but model.context is {context}; shorten it or set a larger model.context"
+            yield (
+                f"eval: {name} takes {size} tokens, but model.context is {context}; shorten it "
+                "or set a larger model.context"
+            )
 
 
 def _conversations(stage: str, settings: Settings, data: Path) -> Iterator[str]:

@@ -57,7 +57,8 @@ def run(
     train = open_split(shards, "train", tokenizer.sha256, tokenizer.vocab_size)
     held_out = open_split(shards, "val", tokenizer.sha256, tokenizer.vocab_size)
     separator = tokenizer.special[SEPARATOR]  # shards exist only for tokenizers that have one
-    reading: dict[str, Any] = {"micro_batch": training.micro_batch, "context": config.context, "separator_id": separator,
+    reading: dict[str, Any] = {"micro_batch": training.micro_batch, "context": config.context,
+               "separator_id": separator,
                "document_mask": training.document_mask}  # fmt: skip
     batches, windows = PretrainBatches(train, seed=training.seed, **reading), EvalWindows(held_out, **reading)
     engine = build_engine(settings, training, config)

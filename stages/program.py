@@ -20,7 +20,10 @@ from stages.settings import Settings, load
 from stages.text_files import wrap_write_errors, write_text
 
 JUST_S = 2.0  # seconds after Ctrl-C in which an error counts as its effect
-USAGE = "[key=value ...]  for example pretrain.steps=200 model=gpt2_124m +experiment=smoke; keys and values: conf/"
+USAGE = (
+    "[key=value ...]  for example pretrain.steps=200 model=gpt2_124m +experiment=smoke; "
+    "keys and values: conf/"
+)
 
 
 def stage_main(name: str, run: Callable[[Settings], None]) -> None:

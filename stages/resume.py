@@ -75,8 +75,7 @@ class State:
 
 
 class ResumeFolder:
-    """The resume states of one run. Locked while it is open; opening prints a line and waits while another
-    process holds it.
+    """The resume states of one run, locked while open. Opening waits for another process, and prints a line.
 
     A finished run stays until another run of the same stage finishes. So nothing is repeated after a kill
     before DVC writes dvc.lock, or after an older dvc.lock is checked out. Unfinished runs stay.
@@ -121,8 +120,7 @@ class ResumeFolder:
         return next(iter(_states(self.folder)), None)
 
     def load(self) -> State | None:
-        """The newest valid state of this run, else of another run that this one can continue; None if there
-        is none.
+        """The newest valid state of this run, else of a run that this one can continue, else None.
 
         A damaged state is reported and removed.
         """
@@ -189,9 +187,7 @@ class ResumeFolder:
             return State(_step(path), arrays, json.loads(file.metadata()["history"]))
 
     def _of_earlier_runs(self) -> list[tuple[Path, int]]:
-        """States of other runs that are also states of this one, with the length of their runs; the newest
-        state first.
-        """
+        """States of other runs that are also states of this one, with their runs' lengths; newest first."""
         found = []
         for path in self.folder.parent.glob(f"*/{WORK}"):
             other = json.loads(path.read_text(encoding="utf-8"))
@@ -203,13 +199,12 @@ class ResumeFolder:
     def _name_unfinished(self) -> None:
         size, root = 0, self.folder.parent
         for path in root.glob("*/*.safetensors"):
-            with suppress(FileNotFoundError):  # a run with other settings may be replacing it right now
-                if path.parent != self.folder and _finished_stage(path.parent) is None:
+            if path.parent != self.folder and _finished_stage(path.parent) is None:
+                with suppress(FileNotFoundError):  # a run with other settings may be replacing it right now
                     size += path.stat().st_size
         if size:
             self._say(
-                f"unfinished runs with other settings use {size >> 20} MiB of resume states in {root}; "
-                "delete unneeded ones"
+                f"unfinished runs with other settings use {size >> 20} MiB in {root}; delete unneeded ones"
             )
 
     def _try_to_open(self) -> bool:

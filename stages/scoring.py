@@ -153,7 +153,10 @@ def held_out_answers(
     own = [one for one in conversations if {"user", "assistant"} <= {message["role"] for message in one}]
     fits_own = _lengths(own, tokenizer) <= context
     if not fits_own.any():
-        reason = f"none of {len(own)} held-out conversations with a question and an answer fits model.context = {context}"
+        reason = (
+            f"none of {len(own)} held-out conversations with a question and an answer fits "
+            f"model.context = {context}"
+        )
         return HeldOutAnswers(None, None, dict.fromkeys((*ANSWER_FIGURES, SHUFFLED_FIGURE), reason))
     if len(own) < 2:
         reason = "one held-out conversation has no other question to be put behind"
@@ -161,7 +164,10 @@ def held_out_answers(
     others = shuffle_questions(own, seed)
     fits = fits_own & (_lengths(others, tokenizer) <= context)
     if not fits.any():
-        reason = f"none of {len(own)} held-out conversations fits model.context = {context} with another's question"
+        reason = (
+            f"none of {len(own)} held-out conversations fits model.context = {context} with "
+            "another's question"
+        )
         return HeldOutAnswers(_chosen(own, fits_own, tokenizer, context), None, {SHUFFLED_FIGURE: reason})
     return HeldOutAnswers(
         _chosen(own, fits, tokenizer, context), _chosen(others, fits, tokenizer, context), {}

@@ -91,7 +91,8 @@ def run(
         return f"{question[-1]['content']} -> {tokenizer.decode(interrupt.checked(answer))}"
 
     run_stage(settings, training, engine, tokenizer.sha256, Task(batches, train_step, validate, sample),
-              deps=[tokenizer_path, base, train, val], outs=Outs(checkpoint, samples, curves, speed))  # fmt: skip
+              deps=[tokenizer_path, base, train, val],
+              outs=Outs(checkpoint, samples, curves, speed))  # fmt: skip
 
 
 def _first_question(path: Path) -> list[dict[str, str]]:

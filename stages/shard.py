@@ -74,7 +74,8 @@ def run(
 def report(split: str, counts: Counts) -> None:
     """Prints the size of a split."""
     print(f"{split}: {counts.documents:,} documents, {counts.bytes:,} bytes, {counts.tokens:,} tokens "
-          f"({counts.bytes / counts.tokens:.2f} bytes per token), {len(counts.files):,} shards", flush=True)  # fmt: skip
+          f"({counts.bytes / counts.tokens:.2f} bytes per token), {len(counts.files):,} "
+          "shards", flush=True)  # fmt: skip
 
 
 def shard_documents(documents: Iterable[str], tokenizer: Tokenizer, writer: ShardWriter) -> Counts:

@@ -90,7 +90,8 @@ class _Session:
     """The part of a run that one process trains: the arguments of `train` and the progress so far."""
 
     def __init__(
-        self, engine: Engine, training: Training, task: Task, resume: ResumeFolder, display: Display, outs: Outs
+        self, engine: Engine, training: Training, task: Task, resume: ResumeFolder, display: Display,
+        outs: Outs,
     ) -> None:  # fmt: skip
         self.engine, self.training, self.task = engine, training, task
         self.resume, self.display, self.outs = resume, display, outs
@@ -156,7 +157,8 @@ class _Session:
                     self._write_curves()
             left_s = self._speed.left_s(training.steps - self.step, time.perf_counter() - self._begun)
             bpb = self.history.val[-1][2] if self.history.val else None
-            self.display.update(Progress(self.step, training.steps, **asdict(outcome), lr=lr, tokens_per_s=tokens_per_s,
+            self.display.update(Progress(self.step, training.steps, **asdict(outcome), lr=lr,
+                                         tokens_per_s=tokens_per_s,
                                          left_s=left_s, val_bpb=bpb))  # fmt: skip
         self.save()
 
@@ -256,7 +258,10 @@ def train(
             session.run(interrupt)
         if interrupt.requested:
             session.save()
-            nothing = "interrupted before the first step was finished: nothing to save; the same command starts over"
+            nothing = (
+                "interrupted before the first step was finished: nothing to save; the same "
+                "command starts over"
+            )
             saved = f"interrupted: step {session.step} is saved; the same command resumes there"
             display.say(saved if session.step else nothing)
     if interrupt.requested:  # also after the last step: the next stages must not start

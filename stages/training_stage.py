@@ -32,8 +32,9 @@ def build_engine(settings: Settings, training: Training, config: ModelConfig) ->
         ops = open_ops(runtime.device, numerics, threads=runtime.threads)
         print(report(plan(config, numerics, training.micro_batch, ops, optimizer=training.make_optimizer())))
         return None
-    engine = Engine(config, numerics, micro_batch=training.micro_batch, device=runtime.device, threads=runtime.threads,
-                    seed=training.seed, optimizer=training.make_optimizer())  # fmt: skip
+    engine = Engine(config, numerics, micro_batch=training.micro_batch, device=runtime.device,
+                    threads=runtime.threads, seed=training.seed,
+                    optimizer=training.make_optimizer())  # fmt: skip
     libraries = ", ".join(f"{library} {number}" for library, number in versions().items())
     size = (
         f"{config.layers} layers, dim {config.dim}, context {config.context}, vocabulary {config.vocab_size}"

@@ -31,7 +31,9 @@ def layernorm_forward(
 
 
 @pjit
-def _forward(residual_out, out, mean, rstd, residual, branch, weight, bias, eps, add):  # type: ignore[no-untyped-def]
+def _forward(  # type: ignore[no-untyped-def]
+    residual_out, out, mean, rstd, residual, branch, weight, bias, eps, add
+):
     rows, dim = branch.shape
     one, width = branch.dtype.type(1), branch.dtype.type(dim)
     for row in prange(rows):
@@ -78,7 +80,9 @@ def layernorm_backward(
 
 
 @pjit
-def _backward(dinp, dweight, dbias, dresidual, dout, inp, weight, mean, rstd, add):  # type: ignore[no-untyped-def]
+def _backward(  # type: ignore[no-untyped-def]
+    dinp, dweight, dbias, dresidual, dout, inp, weight, mean, rstd, add
+):
     rows, dim = inp.shape
     width = inp.dtype.type(dim)
     partial_weight = np.zeros((GROUPS, dim), inp.dtype)

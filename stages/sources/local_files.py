@@ -42,7 +42,8 @@ def warn_undecodable(paths: Sequence[Path]) -> None:
     for path in paths:
         if "\ufffd" in display_name(path) and not str(path).isprintable():
             print(
-                f"note: {display_name(path)}: the name is not UTF-8, so DVC cannot hash its folder; rename it",
+                f"note: {display_name(path)}: the name is not UTF-8, so DVC cannot hash its "
+                "folder; rename it",
                 file=sys.stderr,
             )
 

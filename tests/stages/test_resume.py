@@ -126,7 +126,7 @@ def test_finished_work_stays_until_other_work_of_its_stage_is_finished(tmp_path:
         assert again.finished and loaded is not None and loaded.step == 7
     assert (
         len(lines) == 2
-        and "unfinished runs with other settings use 0 MiB of" in lines[0]
+        and "unfinished runs with other settings use 0 MiB in" in lines[0]
         and "resumed at step 7" in lines[1]
     )
     with ResumeFolder(OTHER, tmp_path, lambda line: None) as other:
