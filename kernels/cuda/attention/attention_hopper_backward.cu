@@ -1,5 +1,6 @@
 // Backward pass of attention_hopper.cu: one kernel, five matmuls. sm_90a, bf16, head dims 64 and 128.
 //
+//     s[t, j] = q[t] . k[j] / sqrt(D)        delta[t] = dout[t] . out[t]        lse: natural logarithm
 //     p[t, j] = exp(s[t, j] - lse[t])        ds[t, j] = p[t, j] * (dout[t] . v[j] - delta[t]) / sqrt(D)
 //     dq[t]   = sum_j ds[t, j] k[j]          dk[j] = sum_t ds[t, j] q[t]      dv[j] = sum_t p[t, j] dout[t]
 //
@@ -136,7 +137,7 @@ void store_dkv(float (&dk)[D_TILES][32], float (&dv)[D_TILES][32], const TensorM
     const int k_head = heads + work.kv_head;
     const unsigned dk_tile = k_buffer + warpgroup * D_TILES * WARPGROUP_TILE_BYTES;
     const unsigned dv_tile = v_buffer + warpgroup * D_TILES * WARPGROUP_TILE_BYTES;
-    // Separates both warpgroups' last reads of K, V and ds from the writes below.
+    // Separates the last reads of K and V from the writes below, and at D = 64 those of ds from the next ds.
     named_barrier_sync(DS_BARRIER, CONSUMER_THREADS);
 #pragma unroll
     for (int i = 0; i < D_TILES; i++) {
@@ -179,7 +180,7 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
     const float scale2 = scale * LOG2_E;
     const float* lse_delta = reinterpret_cast<float*>(smem_base + (smem.lse_delta - smem.kv));
     const unsigned char* doc_begins = smem_base + (smem.doc_begin - smem.kv);
-    float s[TILE / 2] = {}, dp[TILE / 2] = {}, dq[32] = {};
+    float s[TILE / 2] = {}, dp[TILE / 2] = {}, dq[32] = {};  // 0: wgmma's accumulators are inputs too
     unsigned a_frag[TILE / 16][4];  // P^T, then dS^T
     RotatingBuffers<HEAD_DIM> buffers(smem);
     unsigned step = 0;  // counts query tiles of all work tiles
@@ -202,7 +203,7 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
         if (KV_ALIASES_DS<HEAD_DIM>) {
             release_kv(smem);
             // WAR: the second step's ds goes to the buffer from which the previous dk and dv are stored. The
-            // first step's DS_BARRIER passes this wait on to the other threads.
+            // first step's DS_BARRIER passes this wait on. After a single step q_empty does, to the producer.
             if (thread == 0) bulk_wait_read();
         }
         wait(smem.kv_full[1], tile_iter % 2);
@@ -218,6 +219,7 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
             wgmma_fence();
             gemm_scores<HEAD_DIM>(dp, v_desc, dout_tile);
             const unsigned char* doc_begin = doc_begins + stage * TILE;
+            // At D = 128 warpgroup 1's first scores are all masked. dQ needs the zeros of dS.
             if (query < first_row + WARPGROUP_ROWS - 1 || doc_begin[TILE - 1] > first_row)
                 apply_mask<TILE>(s, first_row + thread / WARP * 16 + lane / 4, query, doc_begin);
             scores_to_probs(s, a_frag, row_lse, scale2);
@@ -227,8 +229,8 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
             warpgroup_fence_operand(dp);
             probs_to_ds(dp, a_frag, row_lse + TILE);
             wgmma_wait<0>();  // dV has read a_frag
-            // WAR: the dQ of two steps ago read this ds buffer. Both
-            // warpgroups' were complete before the previous step's DS_BARRIER.
+            // WAR: an earlier dQ read this ds buffer. Both warpgroups completed it before the last
+            // DS_BARRIER: the previous step's, or store_dkv's in the first step of a work tile.
             store_ds(a_frag, dp, buffers.ds + warpgroup * WARPGROUP_TILE_BYTES);
             wgmma_fence();
             gemm_dkv(dk, a_frag, q_tile);
@@ -239,11 +241,11 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
             wgmma_wait<1>();  // dK is complete: the stage's last reader
             if (lane == 0) arrive(smem.q_empty[stage]);
             step++;
-            // The next step's S^T. After the last step its result is unused;
-            // a branch around it would make ptxas serialise all wgmmas.
+            // The next step's S^T. After the last step its result is unused: if only some paths issued it,
+            // ptxas would serialise all wgmmas.
             issue_scores(k_desc);
-            // Waits until the previous step's dq has left the buffer. That was release number `step` - 1, and
-            // its phase has the parity of `step`. The wait returns at once in the very first step.
+            // Waits until the previous step's dq has left the buffer. Step n needs release n - 1, counted
+            // from 0. Its phase has the parity of n + 1, which is `step` by now. Step 0 does not wait.
             wait(smem.dq_empty[warpgroup], step % 2);
             wgmma_wait<1>();  // dQ is complete; S^T may be in flight
             warpgroup_fence_operand(dq);
@@ -255,7 +257,7 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
             buffers.next_step();
             query = query + TILE == work.query_tiles * TILE ? 0 : query + TILE;  // 0: of the next query head
         }
-        wgmma_wait<0>();
+        wgmma_wait<0>();  // nothing is in flight, but ptxas does not know it after a loop
         store_dkv<HEAD_DIM>(dk, dv, dqkv_map, partial, k_buffer, v_buffer, work, length, heads, kv_heads,
                             scale);
         if (!KV_ALIASES_DS<HEAD_DIM>) {
@@ -266,7 +268,7 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
     }
 }
 
-// Grid: one block per SM, at most one per work tile. dq_semaphore and tile_counter start as zeros.
+// Grid: one block per SM, at most one per work tile. The launcher zeroes dq_semaphore and tile_counter.
 template <int HEAD_DIM>
 __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     attention_backward(const __grid_constant__ TensorMap dqkv_map, const __grid_constant__ TensorMap dout_map,
@@ -282,7 +284,7 @@ __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     if (warp < 0) {
         warpgroup_reg_alloc<224>();
         consumer(smem, dqkv_map, partial, smem_base, length, heads, kv_heads, scale);
-        if (threadIdx.x % WARPGROUP == 0) bulk_wait();  // the last TMA stores read this block's shared memory
+        if (threadIdx.x % WARPGROUP == 0) bulk_wait();  // the last TMA stores read shared memory until then
     } else {
         warpgroup_reg_dealloc<56>();
         if (warp == 0)

@@ -30,7 +30,8 @@ struct WorkTile {
     int first_query_tile, query_tiles;
     int head_begin, head_end;  // query heads that share the KV head
 
-    // Work tile `number`. The key tiles of one head have consecutive numbers, the last key tile first.
+    // Work tile `number`. The key tiles of one head have consecutive numbers, the last key tile first, as the
+    // order of dq's sums asks. So a head's longest work tile comes last; what that costs was not measured.
     WorkTile(int number, int length, int heads_per_kv_head, int kv_heads) {
         const int key_tiles = (length + KEY_TILE - 1) / KEY_TILE, pair = number / key_tiles;
         first_key = (key_tiles - 1 - number % key_tiles) * KEY_TILE;
@@ -185,8 +186,10 @@ void producer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dout_map, const
                  tile++, step++) {
                 load_query_tile(work, head, tile);
                 if (step > first_step) continue;
-                // K and V follow the first q. The stage of step + 1 is that of the previous work tile's last
-                // step. Once it is empty, that step has read V, and the idle ds buffer has been read.
+                // K and V follow the first q: the previous work tile's unused S^T waits for this q, and
+                // consumers release K and V after it (D = 128). The stage of step + 1 is that of the previous
+                // work tile's last step. Once it is empty, all consumers have passed their wait for
+                // kv_full[1], that step has read V, and the idle ds buffer has been read.
                 wait_empty(step + 1);
                 wait(smem.kv_empty[0], tile_iter % 2 ^ 1);
                 if (lane == 0) {

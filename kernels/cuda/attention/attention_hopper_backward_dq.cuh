@@ -12,8 +12,8 @@ void dq_writer(const SmemLayout<HEAD_DIM>& smem, int warpgroup, const unsigned c
                float* dq_sum, int* dq_semaphore, float* partial, const int* start, int length, int heads,
                int kv_heads, bool ordered, float scale) {
     constexpr int TILE = QUERY_TILE<HEAD_DIM>, BYTES = SmemLayout<HEAD_DIM>::DQ_BYTES;
-    // Lanes that write column sums, 4 per row of partial. At D = 128 a
-    // warpgroup has all queries of its 64 columns, and fills both rows.
+    // Lanes that write column sums, 4 per row of partial. At D = 64 warpgroup w fills row w. At D = 128 it
+    // alone has its 64 columns and fills them in both rows: row 1 sums the lanes with an odd lane / 4.
     constexpr int WRITER_LANES = HEAD_DIM == 64 ? 4 : 8;
     const int lane = threadIdx.x % WARP, tiles = (length + TILE - 1) / TILE;
     const int width = (heads + 2 * kv_heads) * HEAD_DIM;
@@ -82,7 +82,7 @@ void dq_writer(const SmemLayout<HEAD_DIM>& smem, int warpgroup, const unsigned c
                             const float4 prev = prev_frag[j * WARPGROUP + warp * WARP];
                             value = {prev.x + value.x, prev.y + value.y, prev.z + value.z, prev.w + value.w};
                         }
-                        column_sums[2 * j] += value.x + value.z;  // rows past the end are 0
+                        column_sums[2 * j] += value.x + value.z;  // dq is 0 past the end: p is
                         column_sums[2 * j + 1] += value.y + value.w;
                         const int row = query + warp * 16;
                         unsigned* pair =
