@@ -143,10 +143,8 @@ class Numerics:
     Args:
         precision: fp32; tf32: fp32 arrays, matmul operands rounded to 10 bits of mantissa; bf16: weights and
             activations in bf16, residual stream, master weights, gradients, moments, statistics and losses in
-            fp32;
-            fp8: bf16, but the matmuls of the blocks' linear layers have 8-bit operands in training. The CPU
-                engine
-            has fp32 only.
+            fp32; fp8: bf16, but the matmuls of the blocks' linear layers have 8-bit operands in training. The
+            CPU engine has fp32 only.
         matmul: cublaslt: the library, each shape by its fastest algorithm; custom: the kernel of this
             project. GPU only.
         attention: hopper: wgmma; mma: the tensor cores of any GPU; scalar: the readable kernel. A kernel that

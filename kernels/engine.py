@@ -132,7 +132,7 @@ class Engine:
             batch: the micro-batch.
             head_scale: (K,), the derivative of the whole update's loss with respect to each head's weighted
                 nll: the head's loss weight divided by the sum of head_weight_sums over all micro-batches of
-                    the update.
+                the update.
         """
         assert self.training
         tokens, start = self._upload_batch(batch)

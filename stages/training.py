@@ -188,8 +188,7 @@ class _Session:
         """Saves the last finished step and its curves, unless the newest state is up to date.
 
         The state at the end of a run has no moments: no update will read them. Exception: a wsd run without a
-            cool-down,
-        from which a longer run can resume.
+        cool-down, from which a longer run can resume.
         """
         if self.saved:
             return
