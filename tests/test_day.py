@@ -256,6 +256,6 @@ def test_text_outside_the_watched_folder(day: Copy, tmp_path: Path) -> None:
     sources = f"corpus.sources=[{{kind: local, files: ['{tmp_path}/*.txt']}}]"
     done = day.fail(sys.executable, "-m", "stages.download", "corpus=local", sources)
     assert (
-        "lies outside corpus.local_path = texts, where DVC looks for changes: set "
+        "lies outside corpus.local_path = texts, where DVC looks for changes; set "
         f"corpus.local_path={tmp_path}" in done
     )
