@@ -14,7 +14,12 @@ NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def open_ops(
-    device: str, numerics: Numerics, *, threads: int = 0, dtype: type[np.floating[Any]] = np.float32
+    device: str,
+    numerics: Numerics,
+    *,
+    threads: int = 0,
+    dtype: type[np.floating[Any]] = np.float32,
+    index: int = 0,
 ) -> Ops:
     """The operations of a device.
 
@@ -24,6 +29,7 @@ def open_ops(
         numerics: what the device must be able to compute.
         threads: CPU threads, 0 for all.
         dtype: np.float64 is for gradient checks, on the CPU.
+        index: of the GPU among the visible ones.
 
     Raises:
         ValueError: the device is missing or lacks a library or the precision; the message says what to set.
@@ -43,7 +49,7 @@ def open_ops(
             f"runtime.device: a GPU needs CuPy and CUDA's libraries ({error}): "
             "python -m pip install cupy-cuda13x -r requirements-cuda.lock; or set it to cpu"
         ) from None
-    return CudaOps(numerics)
+    return CudaOps(numerics, index)
 
 
 def gpu_visible() -> bool:

@@ -2,6 +2,9 @@
 
 One update is micro_step x n, reduce, update. Gradients accumulate over the micro-steps. The weight of each
 position in the loss depends on the whole update, so it is known before the first. One thread uses an engine.
+
+Several ranks have an engine each, of the same model. Each makes micro-steps of its own batches. All of them
+call __init__, load, reduce, update, state, load_state, weights and first_nonfinite together.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.arena import Arena, plan_bytes
+from kernels.arena import Arena, Buffer, plan_bytes
 from kernels.batch import Batch, HeadScores, Update, head_targets, validate_batch
 from kernels.config import ModelConfig, Numerics
+from kernels.data_parallel import DataParallel
 from kernels.decoding import Decoder
 from kernels.devices import open_ops
 from kernels.fp8 import fp8_weights
@@ -20,8 +24,10 @@ from kernels.memory import check_fits, plan, report
 from kernels.model import Transformer
 from kernels.ops import Ops
 from kernels.optimizers import AdamW
-from kernels.parameters import initial_weights, named, parameter_table
+from kernels.parameters import RUN, flat_size, initial_weights, named, parameter_table
 from kernels.parts.tensors import Tensors
+from kernels.ranks import Alone, Link, open_ranks
+from kernels.split import Split
 
 Array = np.ndarray[Any, Any]
 
@@ -39,6 +45,8 @@ class Engine:
         training: whether gradients, optimizer state and each layer's activations are held.
         dtype: np.float64 makes an engine whose gradients can be checked by differences.
         optimizer: how parameters are updated; None: AdamW.
+        link: connects the ranks that train this model together.
+        shard_optimizer: whether each rank holds and updates its part of the optimizer's state only.
 
     Raises:
         ValueError: the device lacks the precision, or the model does not fit; the message says what to set.
@@ -56,31 +64,49 @@ class Engine:
         training: bool = True,
         dtype: type[np.floating[Any]] = np.float32,
         optimizer: AdamW | None = None,
+        link: Link | None = None,
+        shard_optimizer: bool = True,
     ) -> None:
-        self.ops: Ops = open_ops(device, numerics, threads=threads, dtype=dtype)
+        link = link or Alone()
+        self.ops: Ops = open_ops(device, numerics, threads=threads, dtype=dtype, index=link.local_rank)
         self.config, self.micro_batch, self.training = config, micro_batch, training
         self.device = self.ops.name
         self._optimizer = optimizer = optimizer or AdamW()
         self._table, self._step = parameter_table(config), 0
         # The first micro-batch of an update overwrites the weight gradients of linear layers.
         self._is_first_micro_step = True
-        self._plan = plan(config, numerics, micro_batch, self.ops, training=training, optimizer=optimizer)
-        check_fits(self._plan, micro_batch, self.ops.memory_bytes())
+
+        def plan_of(rank: int, ranks: int) -> tuple[Split, list[Buffer]]:
+            """Part and memory plan of one of so many ranks."""
+            chunk = self.ops.norm_chunk
+            split = optimizer.split(config, chunk, rank, ranks if training else 1, sharded=shard_optimizer)
+            return split, plan(
+                config, numerics, micro_batch, self.ops, training=training, optimizer=optimizer, split=split
+            )
+
+        split, self._plan = plan_of(link.rank, link.size)
+        more_ranks = (lambda ranks: plan_of(0, ranks)[1]) if training else None
+        check_fits(self._plan, micro_batch, self.ops.memory_bytes(), more_ranks)
         self._arena = Arena(self._plan, self.ops.allocate(plan_bytes(self._plan)))
+        self.ranks = open_ranks(link, self.ops)
+        self._split = split
+        self._parallel = DataParallel(self.ranks, split, self.ops, self._arena, self._table)
         self._graphs = self.ops.new_graphs()
-        self._parameters = named(self._arena.whole("parameters"), self._table)
+        masters = self._parallel.master_weights()
         self._grads = named(self._arena.whole("gradients"), self._table) if training else {}
         has_copy = "weights" in self._arena
-        compute = named(self._arena.whole("weights"), self._table) if has_copy else self._parameters
+        compute = named(self._arena.whole("weights"), self._table) if has_copy else masters
         fp8 = self.ops.fp8 if training else None
         self._fp8_weights = fp8_weights(fp8, self._arena, self._table, compute) if fp8 else {}
-        arrays = compute, self._parameters, self._fp8_weights, self._grads
+        arrays = compute, masters, self._fp8_weights, self._grads
         self._model = Transformer(Tensors(config, numerics, self.ops, self._arena, *arrays))
         self.decoder = Decoder(self._model, self._arena)
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.whole("workspace"))
         if training:
-            self.ops.upload(self._arena.whole("flags"), self._optimizer.flags(self._table))
+            flags = np.zeros(split.size // RUN, np.uint8)  # 0 in the padding
+            flags[: split.used // RUN] = optimizer.flags(self._table)
+            self.ops.upload(self._arena.whole("flags"), flags[split.own.start // RUN : split.own.stop // RUN])
         if seed is not None:
             self.load(initial_weights(config, seed))
 
@@ -108,18 +134,22 @@ class Engine:
         for name, shape in expected.items():
             if weights[name].shape != shape:
                 raise ValueError(f"weights: {name} expected shape {shape}, got {weights[name].shape}")
-            self.ops.upload(self._parameters[name], weights[name])
-        self._update_compute_weights()
+        flat = np.zeros(flat_size(self._table), self.ops.dtype)
+        for name, target in named(flat, self._table).items():
+            target[...] = weights[name]
+        self._parallel.distribute("parameters", flat)
+        self._cast_fp8_weights()
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
-        """A copy of the weights by parameter name, fp32."""
-        return {
-            name: self.ops.download(weight).astype(np.float32) for name, weight in self._parameters.items()
-        }
+        """A copy of the weights by parameter name, fp32; on rank 0, elsewhere empty."""
+        flat = self._parallel.collect("parameters").astype(np.float32)
+        return named(flat, self._table) if flat.size else {}
 
     def parameter(self, name: str) -> Array:
-        """One parameter itself, an array of the device. In fp32, writing to it changes the model."""
-        return self._parameters[name]
+        """One parameter itself, an array of the device, of an engine without other ranks. In fp32, writing to
+        it changes the model.
+        """
+        return named(self._arena.whole("parameters"), self._table)[name]
 
     def gradients(self) -> dict[str, Array]:
         """A copy of the gradients of the micro-batches since the last update, by parameter name."""
@@ -191,7 +221,8 @@ class Engine:
         self.ops = self._model.tensors.ops = ops
 
     def reduce(self) -> None:
-        """Sum gradients and losses over all ranks; one device has nothing to sum."""
+        """Sum gradients and losses over all ranks; one rank has nothing to sum."""
+        self._parallel.sum_gradients()
 
     def update(self, lr: float, while_gpu_computes: Callable[[], None] = lambda: None) -> Update:
         """Clip the accumulated gradient and apply the optimizer once; the next micro-batch starts a new
@@ -216,8 +247,9 @@ class Engine:
         return update
 
     def _clip_and_apply(self, norm: Array, lr: Array, step: Array) -> None:
-        self.ops.grad_norm(norm, self._arena.whole("gradients"))
-        self._optimizer.apply(self.ops, self._arena, self.config, norm, lr, step)
+        self.ops.grad_norm(norm, self._parallel.square_sums())
+        self._optimizer.apply(self.ops, self._arena, self.config, self._split, norm, lr, step)
+        self._parallel.share_weights()
         if self._fp8_weights and self.ops.fp8:
             self.ops.fp8.fp8_rescale(self._arena.whole("fp8_scales"), self._arena.whole("fp8_amax"), norm)
         self._cast_fp8_weights()
@@ -247,41 +279,36 @@ class Engine:
         return result
 
     def state(self) -> dict[str, Array]:
-        """A copy of everything that training needs to continue bit for bit."""
-        copies = {name: self.ops.download(self._arena.whole(name)) for name in self._state_names()}
-        return {**copies, "step": np.array(self._step, np.int64)}
+        """A copy of everything that training needs to continue bit for bit, with any number of ranks; on rank
+        0, elsewhere empty. Several ranks lose the micro-steps since the last update.
+        """
+        copies = {name: self._parallel.collect(name) for name in ("parameters", *self.moments)}
+        if self._fp8_weights:
+            copies["fp8_scales"] = self.ops.download(self._arena.whole("fp8_scales"))
+        return {**copies, "step": np.array(self._step, np.int64)} if self.ranks.rank == 0 else {}
 
-    def load_state(self, state: Mapping[str, Array]) -> None:
-        """Continue from the state of an engine of the same configuration."""
-        for name in self._state_names():
-            self.ops.upload(self._arena.whole(name), state[name])
-        self._update_compute_weights()
+    def load_state(self, state: Mapping[str, Array] | None) -> None:
+        """Continue from the state of an engine of the same configuration; only rank 0 needs to have it."""
+        for name in ("parameters", *self.moments):
+            self._parallel.distribute(name, state[name] if state else None)
+        if self._fp8_weights:
+            scales = self._arena.whole("fp8_scales")
+            self.ops.upload(scales, self.ranks.gather(state["fp8_scales"] if state else None)[0])
+        self._cast_fp8_weights()
         for name in ("gradients", "fp8_amax", "nll_sums"):
             if name in self._arena:
                 self.ops.fill_zero(self._arena.whole(name))
-        self._step, self._is_first_micro_step = int(state["step"]), True
+        self._step = self.ranks.gather(int(state["step"]) if state else 0)[0]
+        self._is_first_micro_step = True
 
     @property
     def moments(self) -> list[str]:
         """The names of the optimizer's moments in the state."""
         return [buffer.name for buffer in self._plan if buffer.kind == "moments"]
 
-    def _state_names(self) -> list[str]:
-        return ["parameters", *self.moments, *(["fp8_scales"] if self._fp8_weights else [])]
-
     def first_nonfinite(self) -> str | None:
         """The first parameter whose value or gradient is not finite, in the order of the forward pass."""
-        for p in reversed(self._table):
-            for kind, tensors in (("", self._parameters), ("gradient of ", self._grads)):
-                if p.name in tensors and not np.isfinite(self.ops.download(tensors[p.name])).all():
-                    return kind + p.name
-        return None
-
-    def _update_compute_weights(self) -> None:
-        """Bring everything that matmuls read up to the parameters."""
-        if "weights" in self._arena:
-            self.ops.cast(self._arena.whole("weights"), self._arena.whole("parameters"))
-        self._cast_fp8_weights()
+        return self._parallel.first_nonfinite()
 
     def _cast_fp8_weights(self) -> None:
         if self.ops.fp8:

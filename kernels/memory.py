@@ -4,6 +4,7 @@ All buffers are known before the first step. Nothing is allocated while training
 is refused at once.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from kernels.config import ModelConfig, Numerics
 from kernels.fp8 import fp8_plan
 from kernels.ops import Ops
 from kernels.optimizers import AdamW
-from kernels.parameters import flat_size, parameter_table
+from kernels.parameters import Parameter, flat_size, parameter_table, stream_parameters
 from kernels.parts import MLPS, NORMS
+from kernels.split import Split, one_rank
 
 # At most this many bytes of logits are held at once; a head goes over its positions in as many parts as that
 # takes.
 LOGITS_BYTES = 2**30
+RANK_COUNTS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried for a model that does not fit on one
 
 
 def activation_plan(
@@ -82,16 +85,30 @@ def logits_rows(config: ModelConfig, rows: int, storage: np.dtype[Any]) -> int:
 
 
 def parameter_plan(
-    size: int, *, training: bool, dtype: np.dtype[Any], storage: np.dtype[Any] | None = None
+    table: list[Parameter],
+    split: Split,
+    *,
+    training: bool,
+    dtype: np.dtype[Any],
+    storage: np.dtype[Any] | None = None,
 ) -> list[Buffer]:
-    """The flat arrays of `size` parameters, with their gradients in training.
+    """The flat arrays of the parameters, with their gradients in training.
 
-    If the storage type is not dtype, matmuls read a copy in the storage type, `weights`.
+    If the storage type is not dtype, matmuls read a copy in the storage type, `weights`. Then a rank that
+    does not own all parameters holds its own ones, and of the others a copy of those that the residual stream
+    reads, `stream_weights`.
     """
-    names = ("parameters", "gradients") if training else ("parameters",)
-    plan = [Buffer(name, name, (size,), dtype) for name in names]
-    if storage is not None and storage != dtype:
-        plan.append(Buffer("weights", "parameters", (size,), storage))
+    has_copy = storage is not None and storage != dtype
+    owns_all = split.own_size == split.size
+    plan = [Buffer("parameters", "parameters", (split.own_size if has_copy else split.size,), dtype)]
+    if training:
+        plan.append(Buffer("gradients", "gradients", (split.size,), dtype))
+        plan.append(Buffer("square_sums", "gradients", (split.chunks,), dtype))
+    if has_copy:
+        plan.append(Buffer("weights", "parameters", (split.size,), storage or dtype))
+        if not owns_all:
+            size = flat_size(stream_parameters(table))
+            plan.append(Buffer("stream_weights", "parameters", (size,), dtype))
     return plan
 
 
@@ -127,6 +144,7 @@ def memory_plan(
     storage: np.dtype[Any] | None = None,
     workspace_bytes: int = 0,
     optimizer: AdamW | None = None,
+    split: Split | None = None,
 ) -> list[Buffer]:
     """Everything an engine of this configuration holds; computed without allocating any of it.
 
@@ -136,11 +154,13 @@ def memory_plan(
         storage: of activations and compute weights; None: dtype.
         workspace_bytes: what the device's operations need while they run.
         optimizer: as the engine's; None: AdamW.
+        split: this rank's part of an update; None: one rank.
     """
     rows, table = micro_batch * config.context, parameter_table(config)
-    plan = parameter_plan(flat_size(table), training=training, dtype=dtype, storage=storage)
+    split = split or one_rank(flat_size(table))
+    plan = parameter_plan(table, split, training=training, dtype=dtype, storage=storage)
     if training:
-        plan += (optimizer or AdamW()).buffers(config, dtype, storage or dtype)
+        plan += (optimizer or AdamW()).buffers(config, split, dtype, storage or dtype)
     if training and numerics.precision == "fp8":
         plan += fp8_plan(config, table, rows)
     plan += input_plan(config, rows, training=training, dtype=dtype)
@@ -158,21 +178,35 @@ def plan(
     *,
     training: bool = True,
     optimizer: AdamW | None = None,
+    split: Split | None = None,
 ) -> list[Buffer]:
     """The memory plan of an engine on a device."""
     return memory_plan(
         config, numerics, micro_batch, training=training, dtype=ops.dtype, storage=ops.storage,
         workspace_bytes=ops.workspace_bytes(config, micro_batch * config.context), optimizer=optimizer,
+        split=split or one_rank(flat_size(parameter_table(config)), ops.norm_chunk),
     )  # fmt: skip
 
 
-def check_fits(plan: list[Buffer], micro_batch: int, available: int) -> None:
+def check_fits(
+    plan: list[Buffer],
+    micro_batch: int,
+    available: int,
+    on_ranks: Callable[[int], list[Buffer]] | None = None,
+) -> None:
     """Refuse a plan that is larger than the device's memory.
 
+    Args:
+        plan: the plan.
+        micro_batch: sequences in a batch.
+        available: bytes of the device.
+        on_ranks: the plan of one of so many ranks; None: more ranks hold no less each.
+
     Raises:
-        ValueError: it is; the message says how much is needed and which micro-batch would fit.
+        ValueError: it is; the message says how much is needed, which micro-batch would fit, and whether more
+            GPUs would do.
     """
-    needed = sum(buffer.total_bytes for buffer in plan)
+    needed = total_bytes(plan)
     if needed <= available:
         return
     fixed = sum(buffer.total_bytes for buffer in plan if buffer.fixed)
@@ -182,11 +216,19 @@ def check_fits(plan: list[Buffer], micro_batch: int, available: int) -> None:
         if fitting > 0
         else "no micro_batch fits: a smaller model or model.context does"
     )
+    enough = (ranks for ranks in RANK_COUNTS if on_ranks and total_bytes(on_ranks(ranks)) <= available)
+    if (ranks := next(enough, None)) is not None:
+        cure += f"; on {ranks} GPUs this micro_batch fits"
     raise ValueError(
         f"memory: micro_batch={micro_batch} needs {needed / 2**30:.1f} GiB, {fixed / 2**30:.1f} of them for "
         "parameters, "
         f"and the device has {available / 2**30:.1f}; {cure}"
     )
+
+
+def total_bytes(plan: list[Buffer]) -> int:
+    """Bytes of all buffers."""
+    return sum(buffer.total_bytes for buffer in plan)
 
 
 def report(plan: list[Buffer]) -> str:

@@ -135,7 +135,10 @@ class Ops(Protocol):
     def weighted_sum_forward(self, total: Array, nll: Array, weight: Array) -> None: ...
 
     # Optimizers.
-    def grad_norm(self, out: Array, grads: Array) -> None: ...
+    norm_chunk: int  # gradients per chunk of square_sums
+
+    def square_sums(self, out: Array, grads: Array) -> None: ...
+    def grad_norm(self, out: Array, sums: Array) -> None: ...
     def adamw(
         self, params: Array, exp_avg: Array, exp_avg_sq: Array, grads: Array, compute_weights: Array | None,
         flags: Array, grad_norm: Array, lr: Array, step: Array, *, beta1: float, beta2: float, eps: float,
@@ -190,6 +193,14 @@ class Ops(Protocol):
 
     def fill_zero(self, array: Array) -> None:
         """Set every element to zero."""
+
+    def copy(self, target: Array, source: Array) -> None:
+        """target = source, two arrays of the device of one type and shape."""
+
+    def layers_view(self, flat: Array, offset: int, shape: tuple[int, ...], stride: int) -> Array:
+        """A view of `flat` of this shape. Its first element is flat[offset]; along the first axis, elements
+        are `stride` apart; the other axes are contiguous.
+        """
 
     def copy_rows(self, target: Array, source: Array, first: int, step: int) -> None:
         """target (n, C) = source (m, C)[first::step]."""

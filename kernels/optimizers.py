@@ -16,8 +16,14 @@ from kernels.config import ModelConfig
 from kernels.ops import Ops
 from kernels.parameters import CLEARED, DECAYS, MUON, RUN, Parameter, flat_size, parameter_table
 from kernels.parts import MLPS
+from kernels.split import Split, balanced_cuts, equal_cuts, one_rank
 
 Array = np.ndarray[Any, Any]
+
+# What balances ranks under Muon: seconds of AdamW for an element (30 bytes of traffic) and of an operation of
+# a matmul, on a GPU that makes 100 operations in the time of a byte. Only their ratio matters.
+ADAMW_SECONDS, OPERATION_SECONDS = 30 / 4e12, 1 / 4e14
+PIECE_RUNS = 1024  # runs that AdamW updates are cut into
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,40 @@ class AdamW:
     weight_decay: float = 0.1
     grad_clip: float = 1.0
 
-    def buffers(self, config: ModelConfig, dtype: np.dtype[Any], storage: np.dtype[Any]) -> list[Buffer]:
+    def split(
+        self, config: ModelConfig, chunk: int, rank: int = 0, ranks: int = 1, *, sharded: bool = True
+    ) -> Split:
+        """What each rank updates.
+
+        Args:
+            config: the model.
+            chunk: elements of a chunk of ops.square_sums.
+            rank, ranks: this rank, and the number of ranks.
+            sharded: whether each rank updates its own part only (ZeRO, stage 1).
+        """
+        table = parameter_table(config)
+        used = flat_size(table)
+        if ranks == 1:
+            return one_rank(used, chunk)
+        cuts = self.cuts(table, ranks, chunk) if sharded else equal_cuts(used, ranks, chunk)
+        return Split(rank, used, chunk, cuts, sharded)
+
+    def cuts(self, table: list[Parameter], ranks: int, chunk: int) -> tuple[int, ...]:
+        """(ranks + 1,) offsets at which the flat arrays are cut, so that each rank updates one part."""
+        return equal_cuts(flat_size(table), ranks, chunk)
+
+    def buffers(
+        self, config: ModelConfig, split: Split, dtype: np.dtype[Any], storage: np.dtype[Any]
+    ) -> list[Buffer]:
         """What the optimizer holds beside parameters and gradients; kind "moments" is saved with a run's
         state.
 
         Args:
             config: the model.
+            split: what this rank updates.
             dtype, storage: of parameters, and of compute weights.
         """
-        size = flat_size(parameter_table(config))
+        size = split.own_size
         moments = [Buffer(name, "moments", (size,), dtype) for name in ("exp_avg", "exp_avg_sq")]
         return [*moments, Buffer("flags", "parameters", (size // RUN,), np.dtype(np.uint8))]
 
@@ -64,12 +95,15 @@ class AdamW:
         return False
 
     def apply(
-        self, ops: Ops, arena: Arena, config: ModelConfig, grad_norm: Array, lr: Array, step: Array
-    ) -> None:
-        """One update of the parameters in `arena`, and of the compute weights if there are any."""
+        self, ops: Ops, arena: Arena, config: ModelConfig, split: Split, grad_norm: Array, lr: Array,
+        step: Array,
+    ) -> None:  # fmt: skip
+        """One update of this rank's part of the parameters in `arena`, and of the compute weights if there
+        are any.
+        """
+        params, grads, compute_weights = own_arrays(arena, split)
         ops.adamw(
-            arena.whole("parameters"), arena.whole("exp_avg"), arena.whole("exp_avg_sq"),
-            arena.whole("gradients"), arena.whole("weights") if "weights" in arena else None,
+            params, arena.whole("exp_avg"), arena.whole("exp_avg_sq"), grads, compute_weights,
             arena.whole("flags"), grad_norm, lr, step, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
             weight_decay=self.weight_decay, grad_clip=self.grad_clip,
         )  # fmt: skip
@@ -85,36 +119,53 @@ class Muon(AdamW):
     rate.
     """
 
-    def buffers(self, config: ModelConfig, dtype: np.dtype[Any], storage: np.dtype[Any]) -> list[Buffer]:
+    def cuts(self, table: list[Parameter], ranks: int, chunk: int) -> tuple[int, ...]:
+        """Between matrices, so that the ranks have about the same work."""
+        pieces: list[tuple[int, float]] = []
+        for p in table:
+            if p.in_block:
+                pieces.append((p.runs * RUN, _muon_seconds(*p.shape)))
+            else:
+                for start in range(0, p.runs, PIECE_RUNS):
+                    elements = min(PIECE_RUNS, p.runs - start) * RUN
+                    pieces.append((elements, elements * ADAMW_SECONDS))
+        pieces.append((flat_size(table) - sum(elements for elements, _ in pieces), 0.0))
+        return balanced_cuts(pieces, ranks)
+
+    def buffers(
+        self, config: ModelConfig, split: Split, dtype: np.dtype[Any], storage: np.dtype[Any]
+    ) -> list[Buffer]:
         """AdamW's, and scratch for the largest group of matrices: two copies of it and of its Gram
         matrices.
         """
-        shapes = [(layers * count, m, n) for layers, count, m, n in (x.shape for x in block_matrices(config))]
+        groups = owned_matrices(config, split.own)
+        shapes = [(layers * count, m, n) for layers, count, m, n in (group.shape for group in groups)]
         sizes = {
-            "muon_x": max(map(math.prod, shapes)),
-            "muon_gram": max(count * min(m, n) ** 2 for count, m, n in shapes),
+            "muon_x": max(map(math.prod, shapes), default=0),
+            "muon_gram": max((count * min(m, n) ** 2 for count, m, n in shapes), default=0),
         }
         scratch = [Buffer(name, "muon", (size,), storage, 2) for name, size in sizes.items()]
-        return super().buffers(config, dtype, storage) + scratch
+        return super().buffers(config, split, dtype, storage) + scratch
 
     def skips(self, p: Parameter) -> bool:
         return p.in_block
 
     def apply(
-        self, ops: Ops, arena: Arena, config: ModelConfig, grad_norm: Array, lr: Array, step: Array
-    ) -> None:
-        super().apply(ops, arena, config, grad_norm, lr, step)
-        compute_weights = arena.whole("weights") if "weights" in arena else None
-        for matrices in block_matrices(config):
+        self, ops: Ops, arena: Arena, config: ModelConfig, split: Split, grad_norm: Array, lr: Array,
+        step: Array,
+    ) -> None:  # fmt: skip
+        super().apply(ops, arena, config, split, grad_norm, lr, step)
+        own_params, own_grads, own_weights = own_arrays(arena, split)
+        for matrices in owned_matrices(config, split.own):
             layers, count, m, n = matrices.shape
             params, exp_avg, grads = (
-                matrices.view(arena.whole(name)) for name in ("parameters", "exp_avg", "gradients")
+                matrices.view(ops, flat) for flat in (own_params, arena.whole("exp_avg"), own_grads)
             )
             x, x_next = (arena.view("muon_x", (layers * count, m, n), i) for i in (0, 1))
             gram, poly = (arena.view("muon_gram", (layers * count, min(m, n), min(m, n)), i) for i in (0, 1))
-            copy = None if compute_weights is None else matrices.view(compute_weights)
+            compute_weights = None if own_weights is None else matrices.view(ops, own_weights)
             ops.muon(
-                params, exp_avg, grads, copy, x, x_next, gram, poly, grad_norm, lr,
+                params, exp_avg, grads, compute_weights, x, x_next, gram, poly, grad_norm, lr,
                 weight_decay=self.weight_decay, grad_clip=self.grad_clip,
             )  # fmt: skip
 
@@ -125,27 +176,51 @@ class Muon(AdamW):
 OPTIMIZERS = {"adamw": AdamW, "muon": Muon}
 
 
+def own_arrays(arena: Arena, split: Split) -> tuple[Array, Array, Array | None]:
+    """This rank's part of parameters, gradients and compute weights (None if matmuls read parameters)."""
+    params = arena.whole("parameters")
+    return (
+        params if params.size == split.own_size else params[split.own],
+        arena.whole("gradients")[split.own],
+        arena.whole("weights")[split.own] if "weights" in arena else None,
+    )
+
+
 @dataclass(frozen=True)
 class Matrices:
     """Matrices of one shape that Muon updates at once, as views of a flat array.
 
     Args:
         shape: (layers, count, m, n); the matrices of a layer are adjacent.
-        first: offset of the first block's parameters, in elements.
-        stride: elements from one block's parameters to the next's.
-        begin: offset of the matrices within a block.
+        offset: of the first matrix, in elements.
+        stride: elements from one layer's matrices to the next's.
     """
 
     shape: tuple[int, int, int, int]
-    first: int
+    offset: int
     stride: int
-    begin: int
 
-    def view(self, flat: Array) -> Array:
+    def view(self, ops: Ops, flat: Array) -> Array:
         """The matrices in a flat array."""
+        return ops.layers_view(flat, self.offset, self.shape, self.stride)
+
+    def within(self, own: slice) -> "Matrices | None":
+        """Those that lie in a part of the flat array, with offsets in that part. A layer's matrices belong to
+        one parameter, and no part ends within one.
+        """
         layers, *matrices = self.shape
-        blocks = flat[self.first : self.first + layers * self.stride].reshape(layers, self.stride)
-        return blocks[:, self.begin : self.begin + math.prod(matrices)].reshape(self.shape)
+        size = math.prod(matrices)
+        offsets = (self.offset + layer * self.stride for layer in range(layers))
+        inside = [begin for begin in offsets if own.start <= begin and begin + size <= own.stop]
+        if not inside:
+            return None
+        count, m, n = matrices
+        return Matrices((len(inside), count, m, n), inside[0] - own.start, self.stride)
+
+
+def owned_matrices(config: ModelConfig, own: slice) -> list[Matrices]:
+    """The block_matrices of one rank, with offsets in its part."""
+    return [owned for group in block_matrices(config) if (owned := group.within(own))]
 
 
 def block_matrices(config: ModelConfig) -> list[Matrices]:
@@ -162,6 +237,14 @@ def block_matrices(config: ModelConfig) -> list[Matrices]:
         begin, width = p.offset - first, p.shape[1]
         for rows, alike in groupby(splits.get(p.part, p.shape[:1])):
             count = len(list(alike))
-            found.append(Matrices((c.layers, count, rows, width), first, stride, begin))
+            found.append(Matrices((c.layers, count, rows, width), first + begin, stride))
             begin += count * rows * width
     return found
+
+
+def _muon_seconds(m: int, n: int) -> float:
+    """The time of one update of a matrix (kernels/cuda/muon.py: cost)."""
+    from kernels.cpu.muon import ITERATIONS  # here: importing Numba takes half a second
+
+    k = min(m, n)
+    return ITERATIONS * (4 * m * n + 2 * k * k) * k * OPERATION_SECONDS + m * n * ADAMW_SECONDS

@@ -2,7 +2,7 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,18 @@ def flat_size(table: list[Parameter]) -> int:
     """Elements of a flat array: every parameter in whole runs, the end padded to a multiple of RANKS runs."""
     end = table[-1].offset + table[-1].runs * RUN
     return -(-end // (RUN * RANKS)) * RUN * RANKS
+
+
+def stream_parameters(table: list[Parameter]) -> list[Parameter]:
+    """The parameters that the residual stream reads in fp32 (embeddings, norms, biases), with offsets in a
+    flat array of their own.
+    """
+    found: list[Parameter] = []
+    for p in table:
+        if not p.in_block and p.name != "head.weight":
+            offset = found[-1].offset + found[-1].runs * RUN if found else 0
+            found.append(replace(p, offset=offset))
+    return found
 
 
 def named(flat: Array, table: list[Parameter]) -> dict[str, Array]:

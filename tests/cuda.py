@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from kernels.config import Numerics
+from kernels.cpu import CpuOps
 from tests.compare import Array, Arrays, assert_same_bits, assert_within
 
 if TYPE_CHECKING:
@@ -70,6 +72,10 @@ class Cpu:
         """A copy in its own type: ids, masks, 0-d numbers."""
         return host.copy()
 
+    def ops(self) -> CpuOps:
+        """All operations."""
+        return CpuOps()
+
     def __call__(self, function: Callable[..., Any], *arrays: Any, **options: Any) -> None:
         function(*arrays, **options)
         if self.precision is np.float32:
@@ -99,6 +105,12 @@ class Gpu:
     def same(self, host: Array) -> Array:
         """A device array of the host array's type."""
         return on_gpu(self.device, host, host.dtype)
+
+    def ops(self) -> Any:
+        """All operations."""
+        from kernels.cuda import CudaOps
+
+        return CudaOps(Numerics())
 
     def __call__(self, function: Callable[..., Any], *arrays: Any, **options: Any) -> None:
         from kernels.cuda import CudaOps

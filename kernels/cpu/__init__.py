@@ -3,6 +3,7 @@
 Each file holds one operation with its mathematics. `CpuOps` collects them for the model.
 """
 
+import math
 import os
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -20,7 +21,7 @@ from kernels.cpu.cross_entropy import cross_entropy_backward, cross_entropy_forw
 from kernels.cpu.decode_attention import decode_attention_forward
 from kernels.cpu.embedding import embedding_backward, embedding_forward
 from kernels.cpu.gelu import gelu_backward, gelu_forward
-from kernels.cpu.grad_norm import grad_norm
+from kernels.cpu.grad_norm import CHUNK, grad_norm, square_sums
 from kernels.cpu.layernorm import (
     layernorm_backward,
     layernorm_forward,
@@ -99,7 +100,9 @@ class CpuOps:
     cross_entropy_forward = staticmethod(cross_entropy_forward)
     cross_entropy_backward = staticmethod(cross_entropy_backward)
     weighted_sum_forward = staticmethod(weighted_sum_forward)
+    square_sums = staticmethod(square_sums)
     grad_norm = staticmethod(grad_norm)
+    norm_chunk = CHUNK
     adamw = staticmethod(adamw)
     muon = staticmethod(muon)
     sample = staticmethod(sample)
@@ -139,7 +142,13 @@ class CpuOps:
         """A copy of an array."""
         return np.array(array)
 
-    cast = upload
+    cast = copy = upload
+
+    def layers_view(self, flat: Array, offset: int, shape: tuple[int, ...], stride: int) -> Array:
+        """See kernels/ops.py."""
+        size = flat.itemsize
+        within = [size * math.prod(shape[axis + 1 :]) for axis in range(1, len(shape))]
+        return np.ndarray(shape, flat.dtype, flat, offset * size, (stride * size, *within))
 
     def fill_zero(self, array: Array) -> None:
         """Set every element to zero."""

@@ -13,23 +13,35 @@ Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 CHUNK = 4096
 
 
-def grad_norm(out: Array, grads: Array) -> None:
-    """out = sqrt(sum of grads^2) over the flat gradient of all parameters.
+def square_sums(out: Array, grads: Array) -> None:
+    """out[i] = the sum of grads^2 over chunk i.
 
     Args:
-        out:   () fp64, overwritten.
-        grads: (parameters,).
+        out:   (chunks,), overwritten.
+        grads: (n,), n at most chunks * CHUNK.
     """
-    out[...] = np.sqrt(_square_sum(grads))
+    _square_sums(out, grads)
 
 
 @pjit
-def _square_sum(grads):  # type: ignore[no-untyped-def]
-    chunks = (grads.size + CHUNK - 1) // CHUNK
-    partial = np.empty(chunks, np.float64)
-    for chunk in prange(chunks):
+def _square_sums(out, grads):  # type: ignore[no-untyped-def]
+    for chunk in prange(out.size):
         total = grads.dtype.type(0)
         for i in range(chunk * CHUNK, min(grads.size, (chunk + 1) * CHUNK)):
             total += grads[i] * grads[i]
-        partial[chunk] = total
-    return partial.sum()
+        out[chunk] = total
+
+
+def grad_norm(out: Array, sums: Array) -> None:
+    """out = sqrt(sum of sums), in fp64: the norm of the flat gradient of all parameters.
+
+    Args:
+        out:  () fp64, overwritten.
+        sums: (chunks,), from square_sums.
+    """
+    out[...] = np.sqrt(_sum(sums.astype(np.float64)))
+
+
+@pjit
+def _sum(values):  # type: ignore[no-untyped-def]
+    return values.sum()

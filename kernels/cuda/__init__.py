@@ -22,7 +22,7 @@ from kernels.cuda.decode.decode_attention import decode_attention_forward
 from kernels.cuda.decode.decode_step import decode_step, fused_rows
 from kernels.cuda.embedding import embedding_backward, embedding_forward
 from kernels.cuda.gelu import gelu_backward, gelu_forward
-from kernels.cuda.grad_norm import grad_norm
+from kernels.cuda.grad_norm import CHUNK, grad_norm, square_sums
 from kernels.cuda.layernorm import (
     layernorm_backward,
     layernorm_forward,
@@ -57,6 +57,7 @@ class CudaOps(Device):
 
     Args:
         numerics: the precision, and the kernels for matmuls and attention.
+        index: of the GPU, as in Device.
 
     Raises:
         ValueError: as in Device, or the GPU is too old for FP8.
@@ -84,15 +85,16 @@ class CudaOps(Device):
     swiglu_forward, swiglu_backward = swiglu_forward, swiglu_backward
     cross_entropy_forward, cross_entropy_backward = cross_entropy_forward, cross_entropy_backward
     weighted_sum_forward = weighted_sum_forward
-    grad_norm = grad_norm
+    square_sums, grad_norm = square_sums, grad_norm
+    norm_chunk = CHUNK
     adamw, muon = adamw, muon
     sample, suppress_tokens = sample, suppress_tokens
     cast = cast
     fp8_weight, cast_weight, fp8_rescale = fp8_weight, cast_weight, fp8_rescale
     fp8_mlp_forward, fp8_mlp_backward = fp8_mlp_forward, fp8_mlp_backward
 
-    def __init__(self, numerics: Numerics) -> None:
-        super().__init__()
+    def __init__(self, numerics: Numerics, index: int = 0) -> None:
+        super().__init__(index)
         if numerics.precision == "fp8":
             if int(self.arch[3:]) < FP8_ARCH:
                 raise ValueError(

@@ -162,6 +162,7 @@ class TimedOps:
         if name == "fp8":  # the FP8 operations are in the same object
             return op and self
         if not name.endswith(("_forward", "_backward")) and name not in (
+            "square_sums",
             "grad_norm",
             "adamw",
             "muon",

@@ -286,7 +286,8 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
     yield "cross_entropy_forward", (f(rows), array((rows,), np.bool_), logits, targets), vocab
     yield "cross_entropy_backward", (logits, f(rows), targets, f(rows)), vocab
     yield "weighted_sum_forward", (double, f(rows), f(rows)), {}
-    yield "grad_norm", (double, f(size)), {}
+    yield "square_sums", (f(1), f(size)), {}
+    yield "grad_norm", (double, f(3)), {}
     constants = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
     flat = (f(size), f(size), f(size), f(size))
     for copy in (None, m.stored(size)):

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels.cpu import CpuOps
 from kernels.cpu.adamw import adamw
 from kernels.cpu.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from kernels.cpu.grad_norm import grad_norm
+from kernels.cpu.grad_norm import grad_norm, square_sums
 from kernels.cpu.muon import muon
 from kernels.cpu.sample import sample as cpu_sample
 from kernels.cpu.weighted_sum import weighted_sum_forward
@@ -113,7 +114,9 @@ def test_weighted_sum(rows: int) -> None:
 def norm_of(side: Side, a: Arrays) -> Arrays:
     """The gradient's norm."""
     norm = side.same(np.array(np.nan))
-    side(grad_norm, norm, side.single(a["grads"]))
+    sums = side.single(np.full(-(-a["grads"].size // side.ops().norm_chunk), np.nan))
+    side(square_sums, sums, side.single(a["grads"]))
+    side(grad_norm, norm, sums)
     return {"norm": norm}
 
 
@@ -208,7 +211,7 @@ MATRICES = ((2, 2, 64, 128), (3, 1, 128, 128), (1, 2, 344, 128), (2, 3, 17, 43))
 def place(shape: Array) -> Matrices:
     """Where such matrices lie in a flat array, with a gap of a few elements between layers."""
     layers, count, m, n = (int(extent) for extent in shape)
-    return Matrices((layers, count, m, n), first=4, stride=count * m * n + 8 + m % 2, begin=4)
+    return Matrices((layers, count, m, n), offset=8, stride=count * m * n + 8 + m % 2)
 
 
 def muon_inputs(shape: tuple[int, int, int, int]) -> Arrays:
@@ -217,12 +220,14 @@ def muon_inputs(shape: tuple[int, int, int, int]) -> Arrays:
     """
     rng, k, matrices = np.random.default_rng(shape), min(shape[2:]), place(np.array(shape))
     arrays = {
-        name: rng.standard_normal(4 + shape[0] * matrices.stride) for name in ("params", "exp_avg", "grads")
+        name: rng.standard_normal(8 + shape[0] * matrices.stride) for name in ("params", "exp_avg", "grads")
     }
     for i in np.ndindex(shape[:2]):
         u, _, vt = np.linalg.svd(rng.standard_normal(shape[2:]), full_matrices=False)
         for name in ("exp_avg", "grads"):
-            matrices.view(arrays[name])[i] = (1 + sum(i)) * (u * rng.permutation(np.linspace(0.1, 1, k))) @ vt
+            matrices.view(CpuOps(), arrays[name])[i] = (
+                (1 + sum(i)) * (u * rng.permutation(np.linspace(0.1, 1, k))) @ vt
+            )
     return {**arrays, "params": 0.1 * arrays["params"], "shape": np.array(shape)}
 
 
@@ -236,7 +241,15 @@ def muon_update(side: Side, a: Arrays) -> Arrays:
         side.stored(np.full(size, np.nan)) for size in (sizes, sizes, (sizes[0], k, k), (sizes[0], k, k))
     ]
     norm, lr = side.same(np.array(a.get("norm", 2.0))), side.same(np.array(0.5))
-    side(muon, *(matrices.view(array) for array in flat), *scratch, norm, lr, weight_decay=0.1, grad_clip=1.0)
+    side(
+        muon,
+        *(matrices.view(side.ops(), array) for array in flat),
+        *scratch,
+        norm,
+        lr,
+        weight_decay=0.1,
+        grad_clip=1.0,
+    )
     return dict(zip((*names, "compute_weights"), flat, strict=True))
 
 

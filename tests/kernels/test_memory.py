@@ -14,6 +14,7 @@ from kernels.fp8 import block_weights
 from kernels.kv_cache import TokenIO
 from kernels.memory import activation_plan, check_fits, memory_plan, parameter_plan, report
 from kernels.parameters import RUN, parameter_table
+from kernels.split import one_rank
 from tests.gradient_check import MODELS
 
 FLOAT32 = np.dtype(np.float32)
@@ -28,7 +29,7 @@ def arena_of(plan: list[Buffer]) -> tuple[Arena, np.ndarray]:
 def full_plan(config: ModelConfig, *, training: bool = True, recompute: bool = False) -> list[Buffer]:
     """Parameters and activations of 6 rows."""
     numerics = Numerics(recompute="mlp" if recompute else "none")
-    plan = parameter_plan(1024, training=training, dtype=FLOAT32)
+    plan = parameter_plan(parameter_table(config), one_rank(1024), training=training, dtype=FLOAT32)
     return plan + activation_plan(config, numerics, 6, training=training, dtype=FLOAT32)
 
 

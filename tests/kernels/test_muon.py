@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.config import Numerics
+from kernels.cpu import CpuOps
 from kernels.cpu.muon import ITERATIONS, MOMENTUM, SCALE, iterate, muon
 from kernels.engine import Engine
 from kernels.memory import memory_plan
@@ -34,6 +35,7 @@ from tests.gradient_check import MODELS, make_problem
 # Wide, square and tall; columns that no vector divides; a product of few rows, which goes another way; a
 # single row and column.
 SHAPES = ((64, 128), (48, 48), (130, 43), (17, 130), (5, 40), (1, 9), (9, 1))
+CPU = CpuOps()
 CONSTANTS: dict[str, Any] = {"weight_decay": 0.1, "grad_clip": 1.0}
 NAMES = pytest.mark.parametrize("name", MODELS)
 
@@ -172,10 +174,11 @@ def test_same_bits_again_and_on_one_thread(shape: tuple[int, int]) -> None:
 # lay side by side.
 def test_matrices_are_updated_each_by_itself() -> None:
     m, n, rng = 17, 30, np.random.default_rng(0)
-    place = Matrices((3, 2, m, n), first=4, stride=2 * m * n + 7, begin=5)
-    flat = {name: normal(rng, 4 + 3 * place.stride) for name in ("params", "exp_avg", "grads")}
+    place = Matrices((3, 2, m, n), offset=9, stride=2 * m * n + 7)
+    flat = {name: normal(rng, 9 + 3 * place.stride) for name in ("params", "exp_avg", "grads")}
     views = {
-        name: place.view(array) * np.geomspace(1, 1e4, 6).reshape(3, 2, 1, 1) for name, array in flat.items()
+        name: place.view(CPU, array) * np.geomspace(1, 1e4, 6).reshape(3, 2, 1, 1)
+        for name, array in flat.items()
     }
     scalars = {"grad_norm": np.array(0.5), "lr": np.array(1e-2)}
     got = run({**views, **scalars})
@@ -183,10 +186,13 @@ def test_matrices_are_updated_each_by_itself() -> None:
         alone = run({name: array[layer, i] for name, array in views.items()} | scalars)
         assert_same_bits({name: array[layer, i] for name, array in got.items()}, alone)
     for name in flat:
-        place.view(flat[name])[...] = views[name]
-    before, (params, exp_avg, grads) = flat["params"].copy(), (place.view(array) for array in flat.values())
+        place.view(CPU, flat[name])[...] = views[name]
+    before, (params, exp_avg, grads) = (
+        flat["params"].copy(),
+        (place.view(CPU, array) for array in flat.values()),
+    )
     muon(params, exp_avg, grads, None, *scratch(params), np.array(0.5), np.array(1e-2), **CONSTANTS)
-    place.view(before)[...] = got["params"]
+    place.view(CPU, before)[...] = got["params"]
     assert_same_bits({"params": flat["params"]}, {"params": before})
 
 
@@ -199,7 +205,7 @@ def test_which_matrices(name: str) -> None:
     found, flat = block_matrices(config), np.zeros(flat_size(table), np.int32)
     for number, matrices in enumerate(found):
         for layer, i in np.ndindex(matrices.shape[:2]):
-            matrices.view(flat)[layer, i] += 1000 + 100 * number + 10 * layer + i
+            matrices.view(CPU, flat)[layer, i] += 1000 + 100 * number + 10 * layer + i
     for p in table:
         part = p.name.split(".")[-2]
         hidden = p.name.startswith("blocks.") and part in counts and p.name.endswith("weight")
@@ -255,9 +261,9 @@ def test_each_parameter_by_its_optimizer(name: str) -> None:
         named(flat, [p])[p.name][...] = grads[p.name]
     for matrices in block_matrices(config):
         params, exp_avg, exp_avg_sq = (
-            matrices.view(states[1][key]) for key in ("parameters", "exp_avg", "exp_avg_sq")
+            matrices.view(CPU, states[1][key]) for key in ("parameters", "exp_avg", "exp_avg_sq")
         )
-        before_them, grads_of_them = matrices.view(start["parameters"]), matrices.view(flat)
+        before_them, grads_of_them = matrices.view(CPU, start["parameters"]), matrices.view(CPU, flat)
         for i in np.ndindex(params.shape[:2]):
             a = {"params": before_them[i], "grads": grads_of_them[i], "lr": np.array(1e-2)}
             expected = written({**a, "exp_avg": np.zeros(params.shape[2:])}, clip=min(1.0, 1 / norm))

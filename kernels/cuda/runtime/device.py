@@ -35,6 +35,10 @@ def request_bytes(*requests: Request) -> int:
 class Device:
     """One GPU.
 
+    Args:
+        index: of the GPU among those that this process sees, modulo their number: some launchers show a
+            process all GPUs of the machine, others only its own.
+
     Raises:
         ValueError: there is no GPU, its driver is too old, or its architecture is not supported.
     """
@@ -51,7 +55,7 @@ class Device:
 
     asynchronous = True
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
         runtime = cupy.cuda.runtime
         try:
             count = runtime.getDeviceCount()
@@ -61,7 +65,8 @@ class Device:
             ) from None
         if not count:
             raise ValueError("runtime.device: no CUDA GPU is visible; set it to cpu")
-        self._device = cupy.cuda.Device()
+        self._device = cupy.cuda.Device(index % count)
+        self._device.use()
         properties = runtime.getDeviceProperties(self._device.id)
         capability = properties["major"], properties["minor"]
         self.model = properties["name"].decode()
@@ -194,6 +199,16 @@ class Device:
     def fill_zero(self, array: Any) -> None:
         """Set every byte of a contiguous array to zero."""
         array.data.memset_async(0, array.nbytes, self.stream)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """target = source, two contiguous arrays of the GPU."""
+        target.data.copy_from_device_async(source.data, source.nbytes, self.stream)
+
+    def layers_view(self, flat: Any, offset: int, shape: tuple[int, ...], stride: int) -> Array:
+        """See kernels/ops.py."""
+        size = flat.itemsize
+        within = [size * math.prod(shape[axis + 1 :]) for axis in range(1, len(shape))]
+        return cupy.ndarray(shape, flat.dtype, flat.data + offset * size, (stride * size, *within))
 
     def copy_rows(self, target: Any, source: Any, first: int, step: int) -> None:
         """target (n, C) = source (m, C)[first::step]. Either may be shared with the host."""

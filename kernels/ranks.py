@@ -1,0 +1,158 @@
+"""Ranks: the processes that train one model together, and the collectives between them.
+
+    sum, maximum      array = the sum, or the maximum, of the ranks' arrays
+    reduce_scatter    own part of flat = the sum of that part over all ranks
+    all_gather        flat = each rank's own part
+    broadcast         array = the root's array
+    gather            values of the host, from every rank to every rank
+
+A flat array is cut at `bounds`: rank r's own part is flat[bounds[r] : bounds[r + 1]]. All ranks call the same
+collectives in the same order. A `Link` connects the processes. `Ranks` are the collectives for arrays of the
+host. kernels/cuda/nccl.py has those for arrays of the GPU.
+
+Determinism: sums add the ranks' arrays in the order of the ranks, so all ranks get the same bits, whatever
+the bounds.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from kernels.ops import Ops
+
+Array = np.ndarray[Any, Any]
+
+
+class Link(Protocol):
+    """The connection of this process to the others.
+
+    Args:
+        rank: number of this process, from 0.
+        size: number of processes.
+        local_rank: number of this process on its machine, from 0.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+
+    def exchange(self, values: Sequence[Any]) -> list[Any]:
+        """Send values[r] to rank r. Returns what each rank sent to this one.
+
+        Raises:
+            RankLost: another rank has ended.
+        """
+
+
+class RankLost(Exception):  # noqa: N818 - it names what happened
+    """Another rank has ended, so this one cannot go on."""
+
+
+class Alone:
+    """The link of a process that trains alone."""
+
+    rank, size, local_rank = 0, 1, 0
+
+    def exchange(self, values: Sequence[Any]) -> list[Any]:
+        """The values themselves."""
+        return list(values)
+
+
+class MpiLink:
+    """The processes of `mpiexec`.
+
+    Raises:
+        ValueError: mpi4py or an MPI library is missing.
+    """
+
+    def __init__(self, local_rank: int = 0) -> None:
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise ValueError(
+                f"several CPU ranks need MPI ({error}): python -m pip install mpi4py mpich"
+            ) from None
+        self._world = MPI.COMM_WORLD
+        self.rank, self.size, self.local_rank = self._world.rank, self._world.size, local_rank
+
+    def exchange(self, values: Sequence[Any]) -> list[Any]:
+        """See Link. MPI itself ends all ranks when one ends."""
+        return list(self._world.alltoall(list(values)))
+
+    def abort(self) -> None:
+        """End all ranks."""
+        self._world.Abort(1)
+
+
+class Ranks:
+    """The collectives, for arrays of the host."""
+
+    def __init__(self, link: Link) -> None:
+        self._link, self.rank, self.size = link, link.rank, link.size
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each rank."""
+        return self._link.exchange([value] * self.size)
+
+    def sum(self, array: Array) -> None:
+        """array = sum of all ranks' arrays."""
+        _add_up(array, self.gather(array))
+
+    def maximum(self, array: Array) -> None:
+        """array = elementwise maximum of all ranks' arrays."""
+        np.maximum.reduce(self.gather(array), out=array)
+
+    def reduce_scatter(self, flat: Array, bounds: Sequence[int]) -> None:
+        """flat[own] = sum of flat[own] of all ranks. The other parts keep what this rank had."""
+        parts = self._link.exchange([flat[begin:end] for begin, end in pairwise(bounds)])
+        _add_up(flat[bounds[self.rank] : bounds[self.rank + 1]], parts)
+
+    def all_gather(self, flat: Array, bounds: Sequence[int]) -> None:
+        """flat = the own parts of all ranks."""
+        own = flat[bounds[self.rank] : bounds[self.rank + 1]]
+        for (begin, end), part in zip(pairwise(bounds), self.gather(own), strict=True):
+            flat[begin:end] = part
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        """array = the root's array."""
+        array[...] = self.gather(array if self.rank == root else None)[root]
+
+
+class OneRank(Ranks):
+    """The collectives of a process that trains alone, on any device: they have nothing to do."""
+
+    def sum(self, array: Array) -> None:
+        """See Ranks."""
+
+    def maximum(self, array: Array) -> None:
+        """See Ranks."""
+
+    def reduce_scatter(self, flat: Array, bounds: Sequence[int]) -> None:
+        """See Ranks."""
+
+    def all_gather(self, flat: Array, bounds: Sequence[int]) -> None:
+        """See Ranks."""
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        """See Ranks."""
+
+
+def _add_up(total: Array, parts: Sequence[Array]) -> None:
+    """total = parts[0] + parts[1] + ..., in this order. `total` may be one of the parts."""
+    result = parts[0].copy()
+    for part in parts[1:]:
+        result += part
+    total[...] = result
+
+
+def open_ranks(link: Link, ops: Ops) -> Ranks:
+    """The collectives for arrays of this device."""
+    if link.size == 1:
+        return OneRank(link)
+    if ops.name == "cpu":
+        return Ranks(link)
+    from kernels.cuda.nccl import NcclRanks
+
+    return NcclRanks(link, ops)
