@@ -58,6 +58,15 @@ def gpu_visible() -> bool:
     Raises:
         ValueError: the driver is there but does not start.
     """
+    return gpu_count() > 0
+
+
+def gpu_count() -> int:
+    """The number of GPUs that the NVIDIA driver shows, 0 without a driver.
+
+    Raises:
+        ValueError: the driver is there but does not start.
+    """
     for library in ("libcuda.so.1", "nvcuda.dll"):
         try:
             driver = ctypes.CDLL(library)
@@ -68,5 +77,5 @@ def gpu_visible() -> bool:
             raise ValueError(
                 f"runtime.device: the NVIDIA driver does not start (cuInit gives {status}); set it to cpu"
             )
-        return status == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
-    return False
+        return count.value if status == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+    return 0

@@ -26,7 +26,7 @@ from kernels.ops import Ops
 from kernels.optimizers import AdamW
 from kernels.parameters import RUN, flat_size, initial_weights, named, parameter_table
 from kernels.parts.tensors import Tensors
-from kernels.ranks import Alone, Link, open_ranks
+from kernels.ranks import ALONE, Link, open_ranks
 from kernels.split import Split
 
 Array = np.ndarray[Any, Any]
@@ -64,10 +64,9 @@ class Engine:
         training: bool = True,
         dtype: type[np.floating[Any]] = np.float32,
         optimizer: AdamW | None = None,
-        link: Link | None = None,
+        link: Link = ALONE,
         shard_optimizer: bool = True,
     ) -> None:
-        link = link or Alone()
         self.ops: Ops = open_ops(device, numerics, threads=threads, dtype=dtype, index=link.local_rank)
         self.config, self.micro_batch, self.training = config, micro_batch, training
         self.device = self.ops.name

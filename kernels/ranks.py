@@ -14,15 +14,19 @@ Determinism: sums add the ranks' arrays in the order of the ranks, so all ranks 
 the bounds.
 """
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from kernels.ops import Ops
 
 Array = np.ndarray[Any, Any]
+Item = TypeVar("Item")
+OWN_ERROR_S = 1.0  # how long rank 0 may take to report the error of another rank as its own
 
 
 class Link(Protocol):
@@ -32,11 +36,13 @@ class Link(Protocol):
         rank: number of this process, from 0.
         size: number of processes.
         local_rank: number of this process on its machine, from 0.
+        note: for error messages, such as the last saved step.
     """
 
     rank: int
     size: int
     local_rank: int
+    note: str
 
     def exchange(self, values: Sequence[Any]) -> list[Any]:
         """Send values[r] to rank r. Returns what each rank sent to this one.
@@ -44,6 +50,12 @@ class Link(Protocol):
         Raises:
             RankLost: another rank has ended.
         """
+
+    def fail(self, error: str) -> None:
+        """Tell the other ranks that this one ends with an error, and end them."""
+
+    def close(self) -> None:
+        """End without an error."""
 
 
 class RankLost(Exception):  # noqa: N818 - it names what happened
@@ -54,10 +66,20 @@ class Alone:
     """The link of a process that trains alone."""
 
     rank, size, local_rank = 0, 1, 0
+    note = ""
 
     def exchange(self, values: Sequence[Any]) -> list[Any]:
         """The values themselves."""
         return list(values)
+
+    def fail(self, error: str) -> None:
+        """Nobody needs to know."""
+
+    def close(self) -> None:
+        """Nobody waits."""
+
+
+ALONE = Alone()
 
 
 class MpiLink:
@@ -76,25 +98,48 @@ class MpiLink:
             ) from None
         self._world = MPI.COMM_WORLD
         self.rank, self.size, self.local_rank = self._world.rank, self._world.size, local_rank
+        self.note = ""
 
     def exchange(self, values: Sequence[Any]) -> list[Any]:
         """See Link. MPI itself ends all ranks when one ends."""
         return list(self._world.alltoall(list(values)))
 
-    def abort(self) -> None:
-        """End all ranks."""
+    def fail(self, error: str) -> None:
+        """Print the error and end all ranks. Of an error that all ranks have, rank 0 tells."""
+        if self.rank:
+            time.sleep(OWN_ERROR_S)
+        text = "; ".join(filter(None, (error, self.note)))
+        print(f"error: {f'rank {self.rank}: ' if self.rank else ''}{text}", file=sys.stderr, flush=True)
         self._world.Abort(1)
+
+    def close(self) -> None:
+        """MPI ends the connection itself."""
 
 
 class Ranks:
     """The collectives, for arrays of the host."""
 
     def __init__(self, link: Link) -> None:
-        self._link, self.rank, self.size = link, link.rank, link.size
+        self.link, self.rank, self.size = link, link.rank, link.size
 
     def gather(self, value: Any) -> list[Any]:
         """The value of each rank."""
-        return self._link.exchange([value] * self.size)
+        return self.link.exchange([value] * self.size)
+
+    def spread(
+        self, count: int, measure: Callable[[int], Item], check: Callable[[], None] = lambda: None
+    ) -> Iterator[Item]:
+        """measure(0), measure(1), .. measure(count - 1) on every rank; each is computed by one rank.
+
+        Args:
+            count: the number of measurements.
+            measure: makes one.
+            check: called before each round of measurements.
+        """
+        for first in range(0, count, self.size):
+            check()
+            mine = first + self.rank
+            yield from self.gather(measure(mine) if mine < count else None)[: count - first]
 
     def sum(self, array: Array) -> None:
         """array = sum of all ranks' arrays."""
@@ -106,7 +151,7 @@ class Ranks:
 
     def reduce_scatter(self, flat: Array, bounds: Sequence[int]) -> None:
         """flat[own] = sum of flat[own] of all ranks. The other parts keep what this rank had."""
-        parts = self._link.exchange([flat[begin:end] for begin, end in pairwise(bounds)])
+        parts = self.link.exchange([flat[begin:end] for begin, end in pairwise(bounds)])
         _add_up(flat[bounds[self.rank] : bounds[self.rank + 1]], parts)
 
     def all_gather(self, flat: Array, bounds: Sequence[int]) -> None:

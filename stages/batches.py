@@ -28,17 +28,24 @@ class Batches(Protocol):
 
 
 class BatchPrefetcher:
-    """Prefetches the micro-batches of an update while a GPU computes the previous one.
+    """Prefetches a rank's micro-batches of an update while a GPU computes the previous one.
+
+    Rank r of R takes the r-th of R equal parts of an update's micro-batches.
 
     Args:
         source: the micro-batches of the run.
-        accum: micro-batches per update.
+        accum: micro-batches per update, a multiple of the ranks.
         updates: number of updates of the run.
         mtp_heads: prediction heads of the model.
+        rank, ranks: this rank, and the number of ranks.
     """
 
-    def __init__(self, source: Batches, accum: int, updates: int, mtp_heads: int) -> None:
-        self._source, self._accum, self._updates, self._mtp_heads = source, accum, updates, mtp_heads
+    def __init__(
+        self, source: Batches, accum: int, updates: int, mtp_heads: int, rank: int = 0, ranks: int = 1
+    ) -> None:
+        self._source, self._updates, self._mtp_heads = source, updates, mtp_heads
+        self._accum, self._share = accum, accum // ranks
+        self._first = rank * self._share
         self._step, self._batches = -1, list[Batch]()
 
     def fetch(self, step: int) -> None:
@@ -46,8 +53,8 @@ class BatchPrefetcher:
         update.
         """
         if step != self._step and step < self._updates:
-            first = step * self._accum
-            self._batches = [self._source.batch(index) for index in range(first, first + self._accum)]
+            first = step * self._accum + self._first
+            self._batches = [self._source.batch(index) for index in range(first, first + self._share)]
             self._step = step
             for batch in self._batches:
                 prepare(batch, self._mtp_heads)

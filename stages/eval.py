@@ -14,13 +14,15 @@ import numpy as np
 
 from kernels.engine import Engine
 from kernels.generation import Sampling, generate_batch
+from kernels.ranks import ALONE, Link
 from stages.batches import EvalWindows
 from stages.chat_template import Messages, read_conversations, render_prompt, special_id
 from stages.eval_report import CHAT_MODELS, Sample, Scores, figure_table, report_text, rounded
 from stages.metrics import write_csv
-from stages.program import stage_main
+from stages.packing import EvalConversations
+from stages.program import ranked_stage_main
+from stages.ranks.gpus import for_stage
 from stages.scoring import (
-    eval_batches,
     held_out_answers,
     question_of,
     score_answers,
@@ -80,14 +82,15 @@ class Evaluation:
                 f"no held-out question leaves half of model.context = {context} to the answer"
             )
 
-    def engine(self, model: TrainedModel) -> Engine:
-        """An engine with the weights of the model."""
+    def engine(self, model: TrainedModel, link: Link) -> Engine:
+        """An engine with the weights of the model; link: to the other ranks."""
         settings, runtime = self._settings, self._settings.runtime
         return model.engine(
             numerics=settings.numerics,
             micro_batch=settings.eval.micro_batch,
             device=runtime.device,
             threads=runtime.threads,
+            link=link,
         )
 
     def measure(self, engine: Engine, *, chat: bool) -> Scores:
@@ -98,9 +101,13 @@ class Evaluation:
         text = score_text(engine, windows, self._unigram, engine.config.mtp_heads)
         pad = special_id(self._tokenizer, PAD)
         true, shuffled = (
-            None if each is None else score_answers(engine, eval_batches(each, **rows, pad_id=pad), self._end)
+            None
+            if each is None
+            else score_answers(engine, EvalConversations(each, **rows, pad_id=pad), self._end)
             for each in (self._answers.true, self._answers.shuffled)
         )
+        if engine.ranks.rank:  # rank 0 writes the texts
+            return Scores(text, true, shuffled, [], [])
         asked = self._prompts if chat else []
         replies = write_replies(
             engine, asked, self._sampling, max_tokens=self._settings.eval.max_tokens, end_id=self._end
@@ -138,6 +145,7 @@ def spread(items: Sequence[Item], count: int) -> list[Item]:
 
 def run(
     settings: Settings,
+    link: Link = ALONE,
     *,
     tokenizer_path: Path = Path("data/train_bpe/tokenizer.json"),
     shards: Path = Path("data/shard"),
@@ -149,6 +157,7 @@ def run(
 
     Args:
         settings: uses eval, numerics, runtime and pretrain.document_mask.
+        link: to the other ranks, which run the same.
         tokenizer_path, shards, conversations: inputs.
         checkpoints: name of each model and the folder of its checkpoint.
         folder: output; gets metrics.json, heads.csv and report.md.
@@ -163,9 +172,12 @@ def run(
     evaluation = Evaluation(settings, first.tokenizer, shards, held_out, first.checkpoint.config.context)
     scores: dict[str, Scores] = {}
     for name, model in models.items():
-        engine = evaluation.engine(model)
-        print(f"eval: {name} model, {engine.describe()}", flush=True)
+        engine = evaluation.engine(model, link)
+        if link.rank == 0:
+            print(f"eval: {name} model, {engine.describe()}", flush=True)
         scores[name] = evaluation.measure(engine, chat=name in CHAT_MODELS)
+    if link.rank:
+        return
     figures = {name: rounded(score.figures(), name) for name, score in scores.items()}
     facts: dict[str, Any] = {"device": engine.device, **evaluation.counts}
     if evaluation.missing:
@@ -182,7 +194,7 @@ def run(
 
 def main() -> None:
     """Runs the stage with params.yaml and the overrides of the command line."""
-    stage_main("eval", run)
+    ranked_stage_main("eval", run, lambda settings: for_stage(settings.runtime))
 
 
 if __name__ == "__main__":

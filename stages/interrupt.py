@@ -6,6 +6,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import TypeVar
 
+from kernels.ranks import Ranks
+
 EXIT_CODE = 130  # as shells report Ctrl-C; for DVC only 0 is success
 SAID = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -25,11 +27,12 @@ class Interrupt:
         say: prints the line that confirms the request.
         cuts: whether the signal handler itself ends an interruptible block. On a GPU such a block may end
             only at `check`: CUDA may be capturing a graph.
+        ranks: the ranks that stop together.
     """
 
-    def __init__(self, say: Callable[[str], None], *, cuts: bool) -> None:
+    def __init__(self, say: Callable[[str], None], *, cuts: bool, ranks: Ranks) -> None:
         self.requested = False
-        self._say, self._cuts, self._inside = say, cuts, False
+        self._say, self._cuts, self._ranks, self._inside = say, cuts and ranks.size == 1, ranks, False
 
     def __enter__(self) -> "Interrupt":
         self._before = {number: signal.signal(number, self._request) for number in SAID}
@@ -40,14 +43,18 @@ class Interrupt:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raises Interrupted if a stop was requested."""
+        """Raises Interrupted if a stop was requested. All ranks call this together, and stop together."""
+        self.requested = any(self._ranks.gather(self.requested))
         if self.requested:
             raise Interrupted
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A block that an interrupt may end at any point; its work is repeated after the resume."""
-        self.check()
+        """A block that an interrupt may end at any point; its work is repeated after the resume. With several
+        ranks it runs to its next `check`.
+        """
+        if self._ranks.size == 1:
+            self.check()
         self._inside = True
         try:
             yield
@@ -55,9 +62,10 @@ class Interrupt:
             self._inside = False
 
     def checked(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, with a check before each."""
+        """The items of this rank, until a stop is requested here: raises Interrupted before the next."""
         for item in items:
-            self.check()
+            if self.requested:
+                raise Interrupted
             yield item
 
     def _request(self, number: int, frame: FrameType | None) -> None:

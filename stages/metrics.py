@@ -164,6 +164,16 @@ class PlainDisplay:
         print(text, flush=True)
 
 
+class NoDisplay(PlainDisplay):
+    """Shows nothing: of several ranks one speaks."""
+
+    def update(self, progress: Progress) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+
 class LiveDisplay:
     """A progress bar and a row of figures at the bottom of the terminal; lines scroll above them.
 
@@ -205,7 +215,11 @@ class LiveDisplay:
 
 
 def open_display(kind: str, title: str) -> Display:
-    """The display that runtime.display names; auto is live in a terminal, else plain."""
+    """The display that runtime.display names; auto is live in a terminal, else plain. "none" is for ranks but
+    the first.
+    """
+    if kind == "none":
+        return NoDisplay()
     if kind == "live" or (kind == "auto" and sys.stdout.isatty()):
         return LiveDisplay(title, Console(force_terminal=True if kind == "live" else None))
     return PlainDisplay()

@@ -186,6 +186,7 @@ def _memory(settings: Settings, tokenizer_path: Path) -> Iterator[str]:
     """Micro-batches of the stages after pretrain that do not fit the memory."""
     from kernels.devices import open_ops
     from kernels.memory import check_fits, plan
+    from stages.ranks.gpus import for_training
 
     if not tokenizer_path.is_file():
         return
@@ -194,7 +195,10 @@ def _memory(settings: Settings, tokenizer_path: Path) -> Iterator[str]:
     plans = {}
     for name in LATER_TRAINED:
         section = getattr(settings, name)
-        plans[name] = plan(config, numerics, section.micro_batch, ops, optimizer=section.make_optimizer())
+        optimizer, ranks = section.make_optimizer(), for_training(settings.runtime, section)
+        sharded = settings.runtime.shard_optimizer
+        split = optimizer.split(config, ops.norm_chunk, ranks=ranks, sharded=sharded)
+        plans[name] = plan(config, numerics, section.micro_batch, ops, optimizer=optimizer, split=split)
     plans["eval"] = plan(config, numerics, settings.eval.micro_batch, ops, training=False)
     for name, planned in plans.items():
         try:

@@ -14,10 +14,12 @@ import numpy as np
 
 from kernels.config import ModelConfig
 from kernels.generation import Sampling, generate
+from kernels.ranks import ALONE, Link
 from stages.batches import EvalWindows, PretrainBatches
 from stages.checkpoint import MODEL, WEIGHTS, load
 from stages.interrupt import Interrupt
-from stages.program import stage_main
+from stages.program import ranked_stage_main
+from stages.ranks.gpus import for_training
 from stages.settings import Settings
 from stages.shard_format import open_split
 from stages.special_tokens import SEPARATOR
@@ -31,6 +33,7 @@ SAMPLE_TOKENS = 64
 
 def run(
     settings: Settings,
+    link: Link = ALONE,
     *,
     tokenizer_path: Path = Path("data/train_bpe/tokenizer.json"),
     shards: Path = Path("data/shard"),
@@ -43,6 +46,7 @@ def run(
 
     Args:
         settings: uses model, pretrain, numerics and runtime.
+        link: to the other ranks, which run the same.
         tokenizer_path, shards: inputs, together with the checkpoint of pretrain.init_from.
         checkpoint, samples, curves, speed: outputs.
 
@@ -61,17 +65,16 @@ def run(
                "separator_id": separator,
                "document_mask": training.document_mask}  # fmt: skip
     batches, windows = PretrainBatches(train, seed=training.seed, **reading), EvalWindows(held_out, **reading)
-    engine = build_engine(settings, training, config)
+    engine = build_engine(settings, training, config, link)
     if engine is None:
         return
     if weights:
-        print(f"initial weights: {training.initial}", flush=True)
+        if link.rank == 0:
+            print(f"initial weights: {training.initial}", flush=True)
         engine.load(weights)
 
     def validate(interrupt: Interrupt) -> ValidationResult:
-        nats, targets = held_out_nats(
-            engine, interrupt.checked(windows.batch(index) for index in range(len(windows)))
-        )
+        nats, targets = held_out_nats(engine, windows, interrupt.check)
         return ValidationResult(nats / targets, nats / math.log(2) / held_out.counts.bytes)
 
     def sample(seed: int, interrupt: Interrupt) -> str:
@@ -105,7 +108,7 @@ def initial_weights(folder: Path, config: ModelConfig, tokenizer_sha256: str) ->
 
 def main() -> None:
     """Runs the stage with params.yaml and the overrides of the command line."""
-    stage_main("pretrain", run)
+    ranked_stage_main("pretrain", run, lambda settings: for_training(settings.runtime, settings.pretrain))
 
 
 if __name__ == "__main__":

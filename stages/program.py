@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from io import TextIOWrapper
@@ -15,7 +16,10 @@ from types import FrameType
 
 from filelock import FileLock, Timeout
 
+from kernels.ranks import ALONE, Link
 from stages.preflight import objections
+from stages.ranks.join import is_rank, open_link
+from stages.ranks.launch import LAUNCHED, end_with_launcher, launch
 from stages.settings import Settings, load
 from stages.text_files import wrap_write_errors, write_text
 
@@ -31,17 +35,71 @@ def stage_main(name: str, run: Callable[[Settings], None]) -> None:
     checkout.
     """
 
-    def stage(argv: list[str]) -> None:
-        settings = load(argv)
-        with nullcontext() if settings.runtime.plan else stage_lock(name):  # the memory plan writes nothing
-            if not settings.runtime.plan:
-                look_ahead(name, settings)
+    def stage(settings: Settings, argv: list[str]) -> None:
+        with _alone(name, settings):
             run(settings)
 
+    _main(name, stage)
+
+
+def ranked_stage_main(
+    name: str, run: Callable[[Settings, Link], None], gpus: Callable[[Settings], int]
+) -> None:
+    """As stage_main, for a stage that several ranks run together.
+
+    Args:
+        name: of the stage.
+        run: runs as one rank.
+        gpus: the number of ranks that this machine starts, unless a launcher has started this process as one
+            of several.
+    """
+
+    def stage(settings: Settings, argv: list[str]) -> None:
+        if is_rank():
+            _run_as_rank(name, settings, run)
+        elif settings.runtime.plan:
+            run(settings, ALONE)
+        else:
+            with _alone(name, settings):
+                if (count := gpus(settings)) == 1:
+                    run(settings, ALONE)
+                elif code := launch(f"stages.{name}", argv, count):
+                    raise SystemExit(code)
+
+    _main(name, stage)
+
+
+def _run_as_rank(name: str, settings: Settings, run: Callable[[Settings, Link], None]) -> None:
+    """Runs the stage in a process that a launcher has started. An error ends all ranks."""
+    end_with_launcher()
+    link = open_link()
+    try:
+        with nullcontext() if link.rank or LAUNCHED in os.environ else _alone(name, settings):
+            run(settings, link)
+    except Exception as error:
+        if not isinstance(error, ValueError | OSError):
+            traceback.print_exc()
+        link.fail(" ".join(str(error).split()))
+        if link.rank == 0 or not isinstance(error, ValueError | OSError):
+            raise
+        raise SystemExit(1) from None
+    link.close()
+
+
+def _main(name: str, stage: Callable[[Settings, list[str]], None]) -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(f"python -m stages.{name} {USAGE}")
     else:
-        command_main(stage)
+        command_main(lambda argv: stage(load(argv), argv))
+
+
+@contextmanager
+def _alone(name: str, settings: Settings) -> Iterator[None]:
+    """One stage at a time, with a look ahead. The memory plan writes nothing and needs neither."""
+    with nullcontext() if settings.runtime.plan else stage_lock(name):
+        if not settings.runtime.plan:
+            look_ahead(name, settings)
+        yield
 
 
 def look_ahead(name: str, settings: Settings) -> None:

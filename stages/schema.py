@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from stages.overrides import REGENERATE_HINT, nearest
 from stages.sources.corpus import NOTHING
@@ -24,8 +24,8 @@ def build(kind: Any, value: Any, key: str) -> Any:
     """Converts a plain value to the type of a field.
 
     Args:
-        kind: a dataclass, Literal, tuple[X, ...], X | None, float, int, bool or str. Path | None is a text;
-            NOTHING means None.
+        kind: a dataclass, Literal, tuple[X, ...], X | None, Literal | int, float, int, bool or str.
+            Path | None is a text; NOTHING means None.
         value: from params.yaml. An int is valid for a float; a bool is not valid for an int.
         key: the dotted key, for the message.
 
@@ -35,6 +35,11 @@ def build(kind: Any, value: Any, key: str) -> Any:
     if is_dataclass(kind):
         return _build_section(kind, value, key)
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (UnionType, Union) and NoneType not in arguments:
+        words, other = get_args(arguments[0]), arguments[1]
+        ok = value in words if isinstance(value, str) else _fits(other, value)
+        require(ok, key, f"{', '.join(words)} or {_describe(other)}", value)
+        return value
     if origin is UnionType:
         assert arguments[1:] == (NoneType,), f"{key}: a field is X or X | None"
         if arguments[0] is Path:

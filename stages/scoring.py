@@ -10,7 +10,6 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.batch import Batch
 from kernels.engine import Engine
 from kernels.generation import Sampling, generate_batch
 from stages.batches import EvalWindows
@@ -89,29 +88,38 @@ def score_text(engine: Engine, windows: EvalWindows, unigram: NDArray[np.float64
         heads: number of prediction heads. Head k predicts the token k + 1 ahead, if it is in the same window
             and document.
     """
-    sums = np.zeros((4, heads))  # weight, nll, correct, unigram
-    for index in range(len(windows)):
-        batch = windows.batch(index)
+
+    def measure(index: int) -> NDArray[np.float64]:
+        batch, sums = windows.batch(index), np.zeros((4, heads))
         found = engine.evaluate(batch)
         for k in range(heads):
             weight = found.weight[k].astype(np.float64)
             ahead = np.roll(batch.targets, -k, axis=1)  # wrapped targets have weight 0
-            sums[:, k] += [
-                np.sum(weight * of) for of in (1.0, found.nll[k], found.correct[k], unigram[ahead])
-            ]
+            sums[:, k] = [np.sum(weight * of) for of in (1.0, found.nll[k], found.correct[k], unigram[ahead])]
+        return sums
+
+    sums = np.zeros((4, heads))  # weight, nll, correct, unigram
+    for of_batch in engine.ranks.spread(len(windows), measure):
+        sums += of_batch
     nats = float(sums[1, 0])
     means = sums[1:] / np.maximum(sums[0], 1)
     scores = [HeadScore(float(nll), float(correct), float(base)) for nll, correct, base in means.T]
     return TextScore(scores[0].loss, nats / math.log(2) / windows.shards.counts.bytes, scores)
 
 
-def score_answers(engine: Engine, batches: Iterable[Batch], end_id: int) -> AnswerScore:
+def score_answers(engine: Engine, held_out: EvalConversations, end_id: int) -> AnswerScore:
     """Scores the answers of packed conversations; end_id is the id of the end-of-turn token."""
-    content, end = np.zeros(2), np.zeros(2)  # weight, nll
-    for batch in batches:
+
+    def measure(index: int) -> NDArray[np.float64]:
+        batch = held_out.batch(index)
         nll, is_end = engine.score(batch), batch.targets == end_id
-        for sums, part in ((content, batch.loss_weight * ~is_end), (end, batch.loss_weight * is_end)):
-            sums += [np.sum(part, dtype=np.float64), np.sum(part * nll, dtype=np.float64)]
+        weights = batch.loss_weight * ~is_end, batch.loss_weight * is_end
+        return np.array([[np.sum(x, dtype=np.float64) for x in (w, w * nll)] for w in weights])
+
+    content, end = np.zeros((2, 2))  # weight, nll
+    for of_content, of_end in engine.ranks.spread(len(held_out), measure):
+        content += of_content
+        end += of_end
     both = content + end
     content_loss, end_loss, loss = (float(sums[1] / max(sums[0], 1)) for sums in (content, end, both))
     return AnswerScore(content_loss, end_loss, loss)
@@ -187,12 +195,6 @@ def _chosen(
     """Renders the chosen conversations; each of them fits the context."""
     kept = [one for one, is_chosen in zip(conversations, chosen, strict=True) if is_chosen]
     return render_all(kept, tokenizer, context=context, overflow="drop")
-
-
-def eval_batches(rendered: Rendered, *, micro_batch: int, context: int, pad_id: int) -> Iterable[Batch]:
-    """Batches of packed conversations, each conversation once."""
-    windows = EvalConversations(rendered, micro_batch=micro_batch, context=context, pad_id=pad_id)
-    return (windows.batch(index) for index in range(len(windows)))
 
 
 def write_replies(

@@ -125,11 +125,14 @@ class Runtime:
     """conf/runtime: where a run happens. DVC does not track it."""
 
     device: Literal["auto", "cpu", "cuda"]
+    gpus: Literal["auto"] | int
+    shard_optimizer: bool
     threads: int
     display: Literal["auto", "live", "plain"]
     plan: bool
 
     def __post_init__(self) -> None:
+        require(self.gpus == "auto" or self.gpus >= 1, "runtime.gpus", "auto or at least 1", self.gpus)
         require(self.threads >= 0, "runtime.threads", "at least 0 (0 is all cores)", self.threads)
 
 

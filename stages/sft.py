@@ -10,11 +10,13 @@ from itertools import takewhile
 from pathlib import Path
 
 from kernels.generation import Sampling, generate
+from kernels.ranks import ALONE, Link
 from stages.chat_template import read_conversations, render_all, render_prompt, special_id
 from stages.checkpoint import load
 from stages.interrupt import Interrupt
 from stages.packing import EvalConversations, SftBatches
-from stages.program import stage_main
+from stages.program import ranked_stage_main
+from stages.ranks.gpus import for_training
 from stages.settings import Settings
 from stages.special_tokens import END, PAD
 from stages.tokenizer import Tokenizer
@@ -27,6 +29,7 @@ SAMPLE_TOKENS = 64
 
 def run(
     settings: Settings,
+    link: Link = ALONE,
     *,
     tokenizer_path: Path = Path("data/train_bpe/tokenizer.json"),
     base: Path = Path("data/pretrain/checkpoint"),
@@ -41,6 +44,7 @@ def run(
 
     Args:
         settings: uses sft, numerics and runtime; the model is the one in the base checkpoint.
+        link: to the other ranks, which run the same.
         tokenizer_path, base, train, val: inputs.
         checkpoint, samples, curves, speed: outputs.
 
@@ -57,7 +61,7 @@ def run(
                          f"heads of {base}, "
                          f"got {given}; set model.mtp_heads={config.mtp_heads}, or pretrain such a model "
                          "first")  # fmt: skip
-    engine = build_engine(settings, training, config)
+    engine = build_engine(settings, training, config, link)
     if engine is None:
         return
     engine.load(start.weights)
@@ -70,7 +74,8 @@ def run(
         render_all(read_conversations(path), tokenizer, context=config.context, overflow=training.overflow)
         for path in (train, val)
     )
-    print(f"training: {trained_on.describe()}\nvalidation: {held_out.describe()}", flush=True)
+    if link.rank == 0:
+        print(f"training: {trained_on.describe()}\nvalidation: {held_out.describe()}", flush=True)
     batches = SftBatches(trained_on, seed=training.seed, **packing)
     windows = EvalConversations(held_out, **packing)
     answer_bytes = int(tokenizer.token_lengths[held_out.ids[held_out.supervised]].sum())
@@ -78,9 +83,7 @@ def run(
     prompt = render_prompt(question, tokenizer)[-(config.context // 2) :]  # leaves room for an answer
 
     def validate(interrupt: Interrupt) -> ValidationResult:
-        nats, targets = held_out_nats(
-            engine, interrupt.checked(windows.batch(index) for index in range(len(windows)))
-        )
+        nats, targets = held_out_nats(engine, windows, interrupt.check)
         return ValidationResult(nats / targets, nats / math.log(2) / answer_bytes)
 
     def sample(seed: int, interrupt: Interrupt) -> str:
@@ -106,7 +109,7 @@ def _first_question(path: Path) -> list[dict[str, str]]:
 
 def main() -> None:
     """Runs the stage with params.yaml and the overrides of the command line."""
-    stage_main("sft", run)
+    ranked_stage_main("sft", run, lambda settings: for_training(settings.runtime, settings.sft))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kernels.config import Numerics
 from kernels.engine import Engine
+from kernels.ranks import ALONE, Link
 from stages.checkpoint import MODEL, REGENERATE_HINT, Checkpoint, load
 from stages.tokenizer import Tokenizer
 from stages.trained_stages import TRAINED_STAGES
@@ -26,6 +27,7 @@ class TrainedModel:
         micro_batch: int = 1,
         device: str = "auto",
         threads: int = 0,
+        link: Link = ALONE,
     ) -> Engine:
         """An inference engine with the weights of the model; the arguments are those of Engine."""
         engine = Engine(
@@ -36,6 +38,7 @@ class TrainedModel:
             threads=threads,
             seed=None,
             training=False,
+            link=link,
         )
         engine.load(self.checkpoint.weights)
         return engine

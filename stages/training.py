@@ -103,21 +103,26 @@ class _Session:
 
     def _restore(self) -> None:
         """Loads the newest state into the engine. Drops reports that were due only at the end of a shorter
-        run.
+        run. With several ranks, rank 0 reads the state and sends it to the others.
         """
-        state, training = self.resume.load(), self.training
-        if state is None:
-            return
+        ranks, training = self.engine.ranks, self.training
+        state = self.resume.load() if ranks.rank == 0 else None
         # The state at the end of a run has no moments. It is loaded for its weights: no update follows.
-        has_moments = set(self.engine.moments) <= state.arrays.keys()
-        self.engine.load_state(state.arrays if has_moments else {**self.engine.state(), **state.arrays})
-        history = TrainingHistory(**state.history)
-        self.step, self.history = state.step, history
+        has_moments = state is not None and set(self.engine.moments) <= state.arrays.keys()
+        found = ranks.gather(state and (state.step, state.history, has_moments))[0]
+        if found is None:
+            return
+        step, saved_history, has_moments = found
+        others = {} if has_moments else self.engine.state()
+        self.engine.load_state({**others, **state.arrays} if state else None)
+        history = TrainingHistory(**saved_history)
+        self.step, self.history = step, history
         history.val = [row for row in history.val if due(int(row[0]), training.val_every, training.steps)]
         history.samples = [
             sample for sample in history.samples if due(sample[0], training.sample_every, training.steps)
         ]
-        history.resumed_at.append(state.step)
+        history.resumed_at.append(step)
+        ranks.link.note = f"last saved step: {step}"
 
     def run(self, interrupt: Interrupt) -> None:
         """Trains to the last step and saves it.
@@ -128,7 +133,10 @@ class _Session:
         self._report(interrupt)  # reports that an interrupt cut off
         training = self.training
         heads = len(training.mtp_loss_weights)
-        prefetcher = BatchPrefetcher(self.task.batches, training.grad_accum_steps, training.steps, heads)
+        ranks = self.engine.ranks
+        prefetcher = BatchPrefetcher(
+            self.task.batches, training.grad_accum_steps, training.steps, heads, ranks.rank, ranks.size
+        )
         while self.step < training.steps:
             interrupt.check()
             begun, lr = time.perf_counter(), learning_rate(self.step, training)
@@ -152,7 +160,7 @@ class _Session:
             checkpoint_due = due(self.step, training.checkpoint_every, training.steps)
             if checkpoint_due or self.step == self.resume.identity.steps_before_cooldown:
                 self.save()
-            elif time.perf_counter() >= self._write_at:
+            elif ranks.rank == 0 and time.perf_counter() >= self._write_at:
                 with suppress(ValueError):  # a preview: an error here shows again when the state is saved
                     self._write_curves()
             left_s = self._speed.left_s(training.steps - self.step, time.perf_counter() - self._begun)
@@ -178,11 +186,21 @@ class _Session:
             )
         sampled = bool(history.samples) and history.samples[-1][0] == step
         if due(step, training.sample_every, training.steps) and not sampled:
-            with interrupt.interruptible():
-                text = self.task.sample(training.seed + step, interrupt)
+            text = self._sample(interrupt)
             history.samples.append((step, text))
             self.saved = False
             self.display.say(f"step {step}  sample: {text!r}")
+
+    def _sample(self, interrupt: Interrupt) -> str:
+        """A text that rank 0 writes. If a stop is requested meanwhile, all ranks stop."""
+        text: str | None = None
+        if self.engine.ranks.rank == 0:
+            with suppress(Interrupted), interrupt.interruptible():
+                text = self.task.sample(self.training.seed + self.step, interrupt)
+        text = self.engine.ranks.gather(text)[0]
+        if text is None:
+            raise Interrupted
+        return text
 
     def save(self) -> None:
         """Saves the last finished step and its curves, unless the newest state is up to date.
@@ -192,8 +210,9 @@ class _Session:
         """
         if self.saved:
             return
-        arrays = self.engine.state()
-        if not np.isfinite(arrays["parameters"]).all():
+        ranks, arrays = self.engine.ranks, self.engine.state()
+        finite = ranks.rank > 0 or bool(np.isfinite(arrays["parameters"]).all())
+        if not ranks.gather(finite)[0]:
             raise ValueError(
                 f"step {self.step}: {self.engine.first_nonfinite()} is not finite; {self._remedy()}"
             )
@@ -202,9 +221,11 @@ class _Session:
         if at_end and not can_be_extended:
             arrays = {name: array for name, array in arrays.items() if name not in self.engine.moments}
         self.history.seconds = self._earlier_seconds + time.perf_counter() - self._begun
-        self.resume.save(State(self.step, arrays, self.history.to_dict()))
+        if ranks.rank == 0:
+            self.resume.save(State(self.step, arrays, self.history.to_dict()))
+            self._write_curves()
         self.saved = True
-        self._write_curves()
+        ranks.link.note = f"last saved step: {self.step}"
 
     def _write_curves(self) -> None:
         """Writes the curves so far. The next write is after CURVES_EVERY_S, or 100 times the duration of this
@@ -252,7 +273,7 @@ def train(
         KeyboardInterrupt: a second one; nothing more is saved.
     """
     session = _Session(engine, training, task, resume, display, outs)
-    with Interrupt(display.say, cuts=engine.device == "cpu") as interrupt:
+    with Interrupt(display.say, cuts=engine.device == "cpu", ranks=engine.ranks) as interrupt:
         with suppress(Interrupted):
             session.run(interrupt)
         if interrupt.requested:
@@ -263,6 +284,7 @@ def train(
             )
             saved = f"interrupted: step {session.step} is saved; the same command resumes there"
             display.say(saved if session.step else nothing)
+            engine.ranks.gather(None)  # no rank ends before rank 0 has saved
     if interrupt.requested:  # also after the last step: the next stages must not start
         raise SystemExit(EXIT_CODE)
     return session.history

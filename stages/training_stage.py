@@ -3,6 +3,7 @@ stage's outputs.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,38 +11,63 @@ from kernels.config import ModelConfig
 from kernels.devices import open_ops
 from kernels.engine import Engine
 from kernels.memory import plan, report
+from kernels.ranks import ALONE, Link
 from stages import checkpoint
 from stages.metrics import now, open_display, versions, write_provenance
+from stages.ranks.gpus import check_divides, for_training, unused
+from stages.ranks.join import is_rank
 from stages.resume import ResumeFolder, RunIdentity, fingerprint, resume_root, sources
 from stages.settings import Settings
 from stages.training import Outs, Task, train
 from stages.training_settings import Training
 
 
-def build_engine(settings: Settings, training: Training, config: ModelConfig) -> Engine | None:
-    """The engine of a training stage with random weights. Prints the device, the versions and the memory
-    plan.
+def build_engine(
+    settings: Settings, training: Training, config: ModelConfig, link: Link = ALONE
+) -> Engine | None:
+    """The engine of a training stage with random weights. Prints the device, the versions and the memory plan
+    (of rank 0, if there are several).
 
     None if runtime.plan asks for the memory plan only.
 
     Raises:
-        ValueError: the device or precision is not available, or the model does not fit.
+        ValueError: the device or precision is not available, the model does not fit, or the ranks do not
+            divide the micro-batches of an update.
     """
-    runtime, numerics = settings.runtime, settings.numerics
+    runtime, numerics, optimizer = settings.runtime, settings.numerics, training.make_optimizer()
     if runtime.plan:
-        ops = open_ops(runtime.device, numerics, threads=runtime.threads)
-        print(report(plan(config, numerics, training.micro_batch, ops, optimizer=training.make_optimizer())))
+        _print_plan(settings, training, config, max(link.size, for_training(runtime, training)))
         return None
+    check_divides(training, link.size)
     engine = Engine(config, numerics, micro_batch=training.micro_batch, device=runtime.device,
-                    threads=runtime.threads, seed=training.seed,
-                    optimizer=training.make_optimizer())  # fmt: skip
+                    threads=runtime.threads, seed=training.seed, optimizer=optimizer, link=link,
+                    shard_optimizer=runtime.shard_optimizer)  # fmt: skip
+    if link.rank:
+        return engine
     libraries = ", ".join(f"{library} {number}" for library, number in versions().items())
     size = (
         f"{config.layers} layers, dim {config.dim}, context {config.context}, vocabulary {config.vocab_size}"
     )
     print(f"{training.section()}: {size}")
     print(f"{engine.describe()}; {libraries}\n{engine.plan_report()}", flush=True)
+    if not is_rank() and (line := unused(runtime, training)):
+        print(line, flush=True)
+    if link.size > 1:
+        print(
+            f"{link.size} ranks, each with {training.grad_accum_steps // link.size} micro-batches an update"
+        )
     return engine
+
+
+def _print_plan(settings: Settings, training: Training, config: ModelConfig, ranks: int) -> None:
+    runtime, optimizer = settings.runtime, training.make_optimizer()
+    ops = open_ops(runtime.device, settings.numerics, threads=runtime.threads)
+    split = optimizer.split(config, ops.norm_chunk, ranks=ranks, sharded=runtime.shard_optimizer)
+    if ranks > 1:
+        print(f"each of {ranks} ranks:")
+    print(
+        report(plan(config, settings.numerics, training.micro_batch, ops, optimizer=optimizer, split=split))
+    )
 
 
 def run_stage(
@@ -63,12 +89,17 @@ def run_stage(
         ValueError, SystemExit: see train.
     """
     name, started = training.section(), now()
-    display = open_display(settings.runtime.display, name)
+    rank = engine.ranks.rank
+    display = open_display(settings.runtime.display if rank == 0 else "none", name)
     identity = _identity(settings, training, engine, deps)
     provenance_folder = resume_root().parent / "runs" / f"{name}-{identity.fingerprint}"
-    with display, ResumeFolder(identity, resume_root(), display.say) as resume:
+    resume = ResumeFolder(identity, resume_root(), display.say)
+    with display, resume if rank == 0 else nullcontext():
         history = train(engine, training, task, resume=resume, display=display, outs=outs)
-        checkpoint.save(outs.checkpoint, engine.weights(), engine.config, tokenizer_sha256)
+        weights = engine.weights()
+        if rank:
+            return
+        checkpoint.save(outs.checkpoint, weights, engine.config, tokenizer_sha256)
         history.write_curves(outs.curves)
         history.write_samples(outs.samples)
         for path in (outs.speed, provenance_folder / "speed.csv"):

@@ -10,9 +10,10 @@ tokens.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def train_step(
 
     Args:
         engine: the model.
-        batches: the micro-batches.
+        batches: this rank's micro-batches.
         mtp_loss_weights: the weight of each prediction head in the loss.
         lr: the learning rate.
         while_gpu_computes: called while a GPU still computes the update.
@@ -67,7 +68,8 @@ def train_step(
         ValueError: every target of head 0 has weight 0.
     """
     weights = np.asarray(mtp_loss_weights, np.float64)
-    sums = np.sum([head_weight_sums(batch, len(weights)) for batch in batches], axis=0)
+    own_sums = [head_weight_sums(batch, len(weights)) for batch in batches]
+    sums = np.sum([one for of_rank in engine.ranks.gather(own_sums) for one in of_rank], axis=0)
     if not sums[0] > 0:
         raise ValueError(
             "no target in this update is supervised: every loss weight of its micro-batches is 0"
@@ -76,16 +78,40 @@ def train_step(
     for batch in batches:
         with interruptible():
             engine.micro_step(batch, weights * per_weight)
-    engine.reduce()  # for several GPUs; nothing to do on one
+    engine.reduce()
     update = engine.update(lr, while_gpu_computes)
     losses = update.nll_sums * per_weight
     return Outcome(float(losses[0]), float(weights @ losses), float(update.grad_norm))
 
 
-def held_out_nats(engine: Engine, batches: Iterable[Batch]) -> tuple[float, float]:
-    """(sum of weight * nll, sum of weight) of head 0 over held-out batches, in float64."""
+class HeldOut(Protocol):
+    """Held-out batches: EvalWindows or EvalConversations."""
+
+    def __len__(self) -> int:
+        """Number of batches."""
+
+    def batch(self, index: int) -> Batch:
+        """Batch `index`."""
+
+
+def held_out_nats(
+    engine: Engine, held_out: HeldOut, check: Callable[[], None] = lambda: None
+) -> tuple[float, float]:
+    """(sum of weight * nll, sum of weight) of head 0 over held-out batches, in float64.
+
+    Args:
+        engine: the model. Ranks share the batches, and all get the sums.
+        held_out: the batches.
+        check: called before each round of batches; may raise Interrupted.
+    """
+
+    def measure(index: int) -> tuple[float, float]:
+        batch = held_out.batch(index)
+        nats = np.sum(engine.score(batch) * batch.loss_weight, dtype=np.float64)
+        return float(nats), float(np.sum(batch.loss_weight, dtype=np.float64))
+
     nats = targets = 0.0
-    for batch in batches:
-        nats += float(np.sum(engine.score(batch) * batch.loss_weight, dtype=np.float64))
-        targets += float(np.sum(batch.loss_weight, dtype=np.float64))
+    for more_nats, more_targets in engine.ranks.spread(len(held_out), measure, check):
+        nats += more_nats
+        targets += more_targets
     return nats, targets

@@ -85,7 +85,7 @@ def main() -> None:
             for name, array in found.items()
         }
     if link.rank == 0:
-        np.savez(Path(sys.argv[1]), **results)
+        np.savez(Path(sys.argv[1]), allow_pickle=False, **results)
 
 
 if __name__ == "__main__":

@@ -292,18 +292,18 @@ def _products(
 @pytest.mark.usefixtures("_products")
 @pytest.mark.parametrize("shape", MATRICES)
 def test_muon(shape: tuple[int, int, int, int], storage: Any) -> None:
-    a, matrices, side = muon_inputs(shape), place(np.array(shape)), Gpu(storage)
+    a, matrices, side, cpu = muon_inputs(shape), place(np.array(shape)), Gpu(storage), CpuOps()
     single, sums = ("exp_avg", "grads"), ("params", "compute_weights")
     assert_calibrated_op(muon_update, a, storage, single=single, sums=sums, exact=("grads",))
     got = on_host(side, muon_update(side, a))
     np.testing.assert_array_equal(
-        matrices.view(got["compute_weights"]), rounded(matrices.view(got["params"]), storage)
+        matrices.view(cpu, got["compute_weights"]), rounded(matrices.view(cpu, got["params"]), storage)
     )
     between = {name: a[name].astype(np.float32) for name in a if name != "shape"} | {
         "compute_weights": np.full_like(got["compute_weights"], 7)
     }
     for name, array in between.items():
-        matrices.view(array)[...] = matrices.view(got[name])
+        matrices.view(cpu, array)[...] = matrices.view(cpu, got[name])
     assert_same_bits(got, between)
 
 

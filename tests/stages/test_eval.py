@@ -18,9 +18,11 @@ from kernels.batch import Batch
 from kernels.config import ModelConfig, Numerics
 from kernels.engine import Engine
 from kernels.generation import Sampling
+from kernels.ranks import ALONE, OneRank
 from stages import checkpoint, eval, eval_report, scoring
 from stages.batches import EvalWindows
 from stages.chat_template import read_conversations, render_prompt
+from stages.packing import EvalConversations
 from stages.settings import Settings
 from stages.shard_format import open_split, read_shard
 from stages.text_files import RowWriter, atomic_file
@@ -179,7 +181,7 @@ class Oracle:
     """
 
     def __init__(self, end_id: int) -> None:
-        self.end_id = end_id
+        self.end_id, self.ranks = end_id, OneRank(ALONE)
 
     def score(self, batch: Batch) -> np.ndarray:
         nll = np.full(batch.tokens.shape, 5.0, np.float32)
@@ -210,7 +212,7 @@ def test_answers_cost_more_after_shuffled_questions(corpus: Any) -> None:
     )
     engine: Any = Oracle(end)
     own, foreign = (
-        scoring.score_answers(engine, scoring.eval_batches(each, **rows), end) for each in (true, shuffled)
+        scoring.score_answers(engine, EvalConversations(each, **rows), end) for each in (true, shuffled)
     )
     assert own.end_loss == foreign.end_loss == 3
     assert 1 <= own.content_loss < foreign.content_loss <= 5

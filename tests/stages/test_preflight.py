@@ -152,7 +152,7 @@ def test_micro_batches_of_later_stages(
     def small(device: str, numerics: Any, *, threads: int) -> Any:
         ops = real("cpu", numerics, threads=threads)
         planned = {"dtype": ops.dtype, "storage": ops.storage, "workspace_bytes": ops.workspace_bytes}
-        return SimpleNamespace(**planned, memory_bytes=lambda: 10**7)
+        return SimpleNamespace(**planned, memory_bytes=lambda: 10**7, norm_chunk=4096)
 
     real = devices.open_ops
     monkeypatch.setattr(devices, "open_ops", small)

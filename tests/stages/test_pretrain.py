@@ -35,7 +35,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(corpus: Any, settings: Settings, name: str = "out") -> Path:
     """Runs the stage into a folder of the current one; returns that."""
     folder = Path(name)
-    outs = {
+    outs: dict[str, Any] = {
         out.partition(".")[0]: folder / out for out in ("checkpoint", "samples.txt", "curves", "speed.csv")
     }
     pretrain.run(settings, tokenizer_path=corpus.tokenizer, shards=corpus.shards, **outs)

@@ -31,7 +31,7 @@ def base(corpus: Any, settings_with: Make, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.delenv("DVC_ROOT", raising=False)
-        outs = {out.partition(".")[0]: folder / out for out in OUTS}
+        outs: dict[str, Any] = {out.partition(".")[0]: folder / out for out in OUTS}
         pretrain.run(settings_with(), tokenizer_path=corpus.tokenizer, shards=corpus.shards, **outs)
     return folder / "checkpoint"
 

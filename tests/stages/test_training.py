@@ -42,9 +42,22 @@ class Data:
         return random_batch(index)
 
 
+class HeldOut:
+    """Two batches."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def batch(self, index: int) -> Batch:
+        return random_batch(1000 + index)
+
+
+HELD_OUT = HeldOut()
+
+
 def task(one: Engine, data: Data | None = None) -> Task:
     def validate(interrupt: Interrupt) -> ValidationResult:
-        nats, targets = held_out_nats(one, interrupt.checked([random_batch(1000), random_batch(1001)]))
+        nats, targets = held_out_nats(one, HELD_OUT, interrupt.check)
         return ValidationResult(nats / targets, nats)
 
     return Task(data or Data(), train_step, validate, lambda seed, interrupt: f"sample {seed}")
