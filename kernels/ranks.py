@@ -52,7 +52,7 @@ class Link(Protocol):
         """
 
     def fail(self, error: str) -> None:
-        """Tell the other ranks that this one ends with an error, and end them."""
+        """Print the error of this rank, once for all ranks, and end the others. This rank ends next."""
 
     def close(self) -> None:
         """End without an error."""
@@ -108,8 +108,7 @@ class MpiLink:
         """Print the error and end all ranks. Of an error that all ranks have, rank 0 tells."""
         if self.rank:
             time.sleep(OWN_ERROR_S)
-        text = "; ".join(filter(None, (error, self.note)))
-        print(f"error: {f'rank {self.rank}: ' if self.rank else ''}{text}", file=sys.stderr, flush=True)
+        print_error(f"rank {self.rank}: {error}" if self.rank else error, self.note)
         self._world.Abort(1)
 
     def close(self) -> None:
@@ -163,6 +162,12 @@ class Ranks:
     def broadcast(self, array: Array, root: int = 0) -> None:
         """array = the root's array."""
         array[...] = self.gather(array if self.rank == root else None)[root]
+
+
+def print_error(error: str, note: str) -> None:
+    """One line on standard error. A display in a terminal may have hidden the cursor."""
+    show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""
+    print(f"{show_cursor}error: {'; '.join(filter(None, (error, note)))}", file=sys.stderr, flush=True)
 
 
 class OneRank(Ranks):

@@ -80,8 +80,6 @@ def _run_as_rank(name: str, settings: Settings, run: Callable[[Settings, Link], 
         if not isinstance(error, ValueError | OSError):
             traceback.print_exc()
         link.fail(" ".join(str(error).split()))
-        if link.rank == 0 or not isinstance(error, ValueError | OSError):
-            raise
         raise SystemExit(1) from None
     link.close()
 

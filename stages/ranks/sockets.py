@@ -7,7 +7,6 @@ fails, ends all others within seconds, even if they wait for it inside NCCL.
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -15,13 +14,14 @@ from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
-from kernels.ranks import OWN_ERROR_S, RankLost
+from kernels.ranks import OWN_ERROR_S, RankLost, print_error
 
 CONNECT_S = 600.0  # how long a rank waits for rank 0, and rank 0 for the others
 END_S = 10.0  # how long a failed rank waits to be ended by rank 0
 # Seconds without traffic before the first probe, seconds between probes, and lost probes that end it.
 KEEPALIVE = (3, 1, 3)
 DONE = "done"
+DIED = "has ended without a message: killed, or out of memory?"
 
 
 class SocketLink:
@@ -61,10 +61,13 @@ class SocketLink:
 
     def fail(self, error: str) -> None:
         """Report an error of this rank to rank 0, which prints it and ends all."""
-        if self.rank:
+        if self.rank == 0:
+            print_error(error, self.note)
+        for connection in self._watch.values():
             with suppress(OSError):
-                self._watch[0].send(error)
-                time.sleep(END_S)
+                connection.send(error)
+        if self.rank:
+            time.sleep(END_S)  # until rank 0 ends this process
 
     def close(self) -> None:
         """End without an error."""
@@ -142,22 +145,16 @@ class SocketLink:
     def _lost(self, rank: int, said: str) -> None:
         if self.rank == 0:
             time.sleep(OWN_ERROR_S)
-        died = "has ended without a message: killed, or out of memory?"
-        # One of the others speaks for a rank 0 that cannot.
-        text = f"rank {rank}: {said}" if said else f"rank {rank} {died}"
-        self._end(text if self.rank < 2 else "")
+            self._end(f"rank {rank}: {said}" if said else f"rank {rank} {DIED}")
+        # What rank 0 says, it has printed. If it cannot, one rank speaks for it.
+        self._end(f"rank 0 {DIED}" if self.rank == 1 and not said else "")
 
     def _end(self, error: str) -> None:
         """Ends the process from the thread. The main thread may wait inside NCCL, where no exception
         reaches.
         """
         if error and not self._done:
-            show_cursor = "\x1b[?25h" if sys.stdout.isatty() else ""
-            print(
-                f"{show_cursor}error: {'; '.join(filter(None, (error, self.note)))}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print_error(error, self.note)
         os._exit(1)
 
 
