@@ -70,7 +70,7 @@ class DataParallel:
         """Sends what this rank has updated to the others. Clears the other ranks' gradients, which no
         optimizer clears here.
         """
-        if not self._split.sharded or self.ranks.size == 1:
+        if not self._split.sharded:
             return
         shared = "weights" if "weights" in self._arena else "parameters"
         self.ranks.all_gather(self._arena.whole(shared), self._split.owned)

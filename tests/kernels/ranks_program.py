@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kernels.batch import Batch, head_weight_sums
-from kernels.config import Numerics
+from kernels.config import ModelConfig, Numerics
 from kernels.engine import Engine
 from kernels.optimizers import OPTIMIZERS
 from kernels.ranks import Alone, Link, MpiLink
@@ -25,7 +25,11 @@ UPDATES, ROWS, LR = 3, 2, 1e-2
 
 def micro_batch(model: str, number: int) -> Batch:
     """Micro-batch `number` of a run: documents, and loss weights of which the share that is 0 differs."""
-    config = MODELS[model]
+    return micro_batch_of(MODELS[model], number)
+
+
+def micro_batch_of(config: ModelConfig, number: int) -> Batch:
+    """See micro_batch."""
     rng = np.random.default_rng([3, number])
     shape = ROWS, config.context
     ids = rng.integers(config.vocab_size, size=(ROWS, config.context + 1), dtype=np.int32)
