@@ -257,9 +257,9 @@ class Plan:
             ]
             times = milliseconds(device, works)
             self.chosen = next(i for i, ms in enumerate(times) if ms <= _MARGIN * min(times))
-        choices.record(
-            path, key, {"candidate": self.chosen, "ms": round(times[self.chosen], 6) if times else None}
-        )
+        ms = round(times[self.chosen], 6) if times else None
+        choice = choices.record(path, key, {"candidate": self.chosen, "ms": ms}, replaces=recorded)
+        self.chosen = choice["candidate"]
 
     def _find_candidates(self) -> list[_Candidate]:
         lib, preference, count = _library(), c_void_p(), c_int()

@@ -18,8 +18,20 @@ def recorded(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{path}: not the JSON that this program wrote ({error}); delete it") from None
 
 
-def record(path: Path, key: str, choice: dict[str, Any]) -> None:
-    """Add a choice to the file. Choices of other processes are kept.
+def record(
+    path: Path, key: str, choice: dict[str, Any], replaces: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Add a choice to the file, unless another process was faster: ranks that measure at the same time must
+    choose the same.
+
+    Args:
+        path: the file. Choices of other keys are kept.
+        key: of the choice.
+        choice: the choice.
+        replaces: a choice in the file that is of no use here.
+
+    Returns:
+        The choice that is now in the file.
 
     Raises:
         ValueError: the file cannot be written. Without it the next process could choose otherwise and compute
@@ -28,11 +40,13 @@ def record(path: Path, key: str, choice: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
+            found = recorded(path)
+            if found.get(key, replaces) != replaces:
+                return found[key]
             unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-            unfinished.write_text(
-                json.dumps({**recorded(path), key: choice}, indent=1) + "\n", encoding="utf-8"
-            )
+            unfinished.write_text(json.dumps({**found, key: choice}, indent=1) + "\n", encoding="utf-8")
             unfinished.replace(path)
+            return choice
     except OSError as error:
         cure = "make room there or set NANOEULER_CACHE to another folder"
         raise ValueError(f"{path}: cannot be written: {error.strerror}; {cure}") from None
