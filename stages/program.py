@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from kernels.ranks import ALONE, Link
 from stages.preflight import objections
 from stages.ranks.join import is_rank, open_link
-from stages.ranks.launch import LAUNCHED, end_with_launcher, launch
+from stages.ranks.launch import end_with_launcher, launch
 from stages.settings import Settings, load
 from stages.text_files import wrap_write_errors, write_text
 
@@ -57,14 +57,12 @@ def ranked_stage_main(
     def stage(settings: Settings, argv: list[str]) -> None:
         if is_rank():
             _run_as_rank(name, settings, run)
-        elif settings.runtime.plan:
-            run(settings, ALONE)
+        elif not settings.runtime.plan and (count := gpus(settings)) > 1:
+            if code := launch(name, argv, count):
+                raise SystemExit(code)
         else:
             with _alone(name, settings):
-                if (count := gpus(settings)) == 1:
-                    run(settings, ALONE)
-                elif code := launch(f"stages.{name}", argv, count):
-                    raise SystemExit(code)
+                run(settings, ALONE)
 
     _main(name, stage)
 
@@ -74,7 +72,7 @@ def _run_as_rank(name: str, settings: Settings, run: Callable[[Settings, Link], 
     end_with_launcher()
     link = open_link()
     try:
-        with nullcontext() if link.rank or LAUNCHED in os.environ else _alone(name, settings):
+        with nullcontext() if link.rank else _alone(name, settings):
             run(settings, link)
     except Exception as error:
         if not isinstance(error, ValueError | OSError):

@@ -1,7 +1,9 @@
 """Starts a stage once for each GPU of this machine, and ends all processes when one of them ends.
 
-The launcher holds the stage's lock and forwards Ctrl-C and SIGTERM. Each rank reads a pipe from it, so that
-no rank outlives a launcher that is killed.
+    python -m stages.ranks.launch 3 pretrain [key=value ...]     on CPUs, to try it: three ranks
+
+The launcher forwards Ctrl-C and SIGTERM. Each rank reads a pipe from it, so that no rank outlives a launcher
+that is killed.
 """
 
 import os
@@ -23,8 +25,8 @@ GRACE_S = 8.0  # how long the other ranks may take to end when one has failed
 POLL_S = 0.05
 
 
-def launch(module: str, argv: Sequence[str], count: int) -> int:
-    """Runs `python -m module argv` as `count` ranks on this machine.
+def launch(stage: str, argv: Sequence[str], count: int) -> int:
+    """Runs `python -m stages.STAGE argv` as `count` ranks on this machine.
 
     Returns:
         0 if all ranks succeeded, else the exit code of the first rank that failed.
@@ -38,7 +40,7 @@ def launch(module: str, argv: Sequence[str], count: int) -> int:
     }  # fmt: skip
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", module, *argv],
+            [sys.executable, "-m", f"stages.{stage}", *argv],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.PIPE,
             start_new_session=True,  # so that the terminal's Ctrl-C comes once, from here
@@ -87,3 +89,7 @@ def end_with_launcher() -> None:
 def _read_to_end() -> None:
     os.read(0, 1)  # returns at the end of the pipe; sys.stdin would hold its lock while Python exits
     os._exit(1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(launch(sys.argv[2], sys.argv[3:], int(sys.argv[1])))
