@@ -57,11 +57,13 @@ def links(paths: list[Path]) -> str:
 
 
 def kernel_files(stem: str) -> tuple[list[Path], list[Path]]:
-    """The .cu files whose kernels an operation's launcher starts, and the launcher."""
-    launcher = next(path for path in sorted(CUDA.rglob(f"{stem}.py")))
-    text = launcher.read_text(encoding="utf-8")
+    """The .cu files whose kernels an operation's launcher starts, and the launcher; nothing if only the CPU
+    has the operation.
+    """
+    launchers = sorted(CUDA.rglob(f"{stem}.py"))
+    text = "".join(path.read_text(encoding="utf-8") for path in launchers)
     sources = dict.fromkeys(re.findall(r'"([\w/]+\.cu)"', text))
-    return [CUDA / source for source in sources], [launcher]
+    return [CUDA / source for source in sources], launchers
 
 
 def tests(stem: str) -> list[Path]:
@@ -71,7 +73,7 @@ def tests(stem: str) -> list[Path]:
     cuda = [
         path for path in sorted(TESTS.glob("test_cuda_*.py")) if used.search(path.read_text(encoding="utf-8"))
     ]
-    return [own, *cuda]
+    return [path for path in (own, *cuda) if path.is_file()]
 
 
 def page() -> str:
