@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from stages.interrupt import EXIT_CODE
 from stages.ranks.join import KEY
 
 LAUNCHED = "NANOEULER_LAUNCHED"  # set for ranks that this module started
@@ -70,8 +69,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         failed = [(number, rank.returncode) for number, rank in enumerate(ranks) if rank.poll()]
         if failed and not code:
             number, code = failed[0]
-            # After Ctrl-C, rank 0 may still be saving.
-            deadline = time.monotonic() + GRACE_S if code != EXIT_CODE else deadline
+            deadline = time.monotonic() + GRACE_S
             if code < 0:
                 print(f"rank {number} was ended by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
         time.sleep(POLL_S)

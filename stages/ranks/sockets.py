@@ -87,9 +87,10 @@ class SocketLink:
             raise ValueError(
                 f"MASTER_PORT: rank 0 cannot listen on {host}:{port}: {error.strerror}"
             ) from None
+        timer = threading.Timer(CONNECT_S, self._give_up, [found])
+        timer.daemon = True  # it must not keep a process alive that is interrupted here
+        timer.start()
         with listener:
-            timer = threading.Timer(CONNECT_S, self._give_up, [found])
-            timer.start()
             while len(found["watch"]) < self.size - 1 or len(found["data"]) < self.size - 1:
                 connection = listener.accept()
                 rank, size, kind = connection.recv()
@@ -99,7 +100,7 @@ class SocketLink:
                         f"of {self.size}, got rank {rank} of {size}"
                     )
                 found[kind][rank] = connection
-            timer.cancel()
+        timer.cancel()
         return found["data"], found["watch"]
 
     def _connect(
