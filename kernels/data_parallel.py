@@ -35,7 +35,7 @@ class DataParallel:
     """
 
     def __init__(self, ranks: Ranks, split: Split, ops: Ops, arena: Arena, table: list[Parameter]) -> None:
-        self.ranks, self._split, self._ops, self._arena, self._table = ranks, split, ops, arena, table
+        self.ranks, self.ops, self._split, self._arena, self._table = ranks, ops, split, arena, table
         self._stream = _StreamWeights(split, ops, arena, table) if "stream_weights" in arena else None
 
     @property
@@ -56,10 +56,10 @@ class DataParallel:
         """The sum of the squared gradients of each chunk, on every rank."""
         sums, own, chunk = self._arena.whole("square_sums"), self._split.own_sum, self._split.chunk
         if self.ranks.size > 1:
-            self._ops.fill_zero(sums)
+            self.ops.fill_zero(sums)
         if own.start < own.stop:
             own_chunks = slice(own.start // chunk, -(-own.stop // chunk))
-            self._ops.square_sums(sums[own_chunks], self._gradients[own])
+            self.ops.square_sums(sums[own_chunks], self._gradients[own])
         self.ranks.sum(sums)  # the other ranks' terms are 0
         if self._split.sharded:
             for part, root in self._split.edges():
@@ -79,7 +79,7 @@ class DataParallel:
         gradients, own = self._gradients, self._split.own
         for part in (slice(0, own.start), slice(own.stop, self._split.size)):
             if part.start < part.stop:
-                self._ops.fill_zero(gradients[part])
+                self.ops.fill_zero(gradients[part])
 
     def master_weights(self) -> Mapping[str, Array]:
         """What the residual stream reads, by name."""
@@ -93,13 +93,13 @@ class DataParallel:
         flat = self._arena.whole(name)
         source = flat if flat.size == self._split.size else self._gradients
         if source is not flat:
-            self._ops.copy(source[self._split.own], flat)
+            self.ops.copy(source[self._split.own], flat)
             self.ranks.all_gather(source, self._split.owned)
         found = np.empty(0)
         if self.ranks.rank == 0:
-            found = self._ops.download(source)[: self._split.used]
+            found = self.ops.download(source)[: self._split.used]
         if source is not flat:
-            self._ops.fill_zero(source)
+            self.ops.fill_zero(source)
         return found
 
     def distribute(self, name: str, whole: Array | None) -> None:
@@ -111,15 +111,15 @@ class DataParallel:
         target = flat if flat.size == self._split.size else self._gradients
         if self.ranks.rank == 0:
             assert whole is not None
-            self._ops.upload(target[: self._split.used], whole)
+            self.ops.upload(target[: self._split.used], whole)
         self.ranks.broadcast(target)
         if name == "parameters" and "weights" in self._arena:
-            self._ops.cast(self._arena.whole("weights"), target)
+            self.ops.cast(self._arena.whole("weights"), target)
         if name == "parameters" and self._stream:
             self._stream.copy_from(target)
         if target is not flat:
-            self._ops.copy(flat, target[own])
-            self._ops.fill_zero(target)
+            self.ops.copy(flat, target[own])
+            self.ops.fill_zero(target)
 
     def first_nonfinite(self) -> str | None:
         """The first parameter, in the order of the forward pass, whose value or gradient is not finite on
@@ -140,7 +140,7 @@ class DataParallel:
         for p in reversed(self._table):
             part = slice(max(p.offset, own.start) - own.start, min(p.offset + p.size, own.stop) - own.start)
             for kind, flat in kinds if part.start < part.stop else ():
-                if not np.isfinite(self._ops.download(flat[part])).all():
+                if not np.isfinite(self.ops.download(flat[part])).all():
                     return kind + p.name
         return None
 

@@ -3,17 +3,18 @@
 One update is micro_step x n, reduce, update. Gradients accumulate over the micro-steps. The weight of each
 position in the loss depends on the whole update, so it is known before the first. One thread uses an engine.
 
-Several ranks have an engine each, of the same model. Each makes micro-steps of its own batches. All of them
-call __init__, load, reduce, update, state, load_state, weights and first_nonfinite together.
+Ranks have an engine each, and make micro-steps of their own batches. They call __init__, load, reduce,
+update, state, load_state, weights and first_nonfinite together.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.arena import Arena, Buffer, plan_bytes
+from kernels.arena import Arena, plan_bytes
 from kernels.batch import Batch, HeadScores, Update, head_targets, validate_batch
 from kernels.config import ModelConfig, Numerics
 from kernels.data_parallel import DataParallel
@@ -24,10 +25,9 @@ from kernels.memory import check_fits, plan, report
 from kernels.model import Transformer
 from kernels.ops import Ops
 from kernels.optimizers import AdamW
-from kernels.parameters import RUN, flat_size, initial_weights, named, parameter_table
+from kernels.parameters import flattened, initial_weights, named, parameter_table
 from kernels.parts.tensors import Tensors
 from kernels.ranks import ALONE, Link, open_ranks
-from kernels.split import Split
 
 Array = np.ndarray[Any, Any]
 
@@ -74,27 +74,18 @@ class Engine:
         self._table, self._step = parameter_table(config), 0
         # The first micro-batch of an update overwrites the weight gradients of linear layers.
         self._is_first_micro_step = True
-
-        def plan_of(rank: int, ranks: int) -> tuple[Split, list[Buffer]]:
-            """Part and memory plan of one of so many ranks."""
-            chunk = self.ops.norm_chunk
-            split = optimizer.split(config, chunk, rank, ranks if training else 1, sharded=shard_optimizer)
-            return split, plan(
-                config, numerics, micro_batch, self.ops, training=training, optimizer=optimizer, split=split
-            )
-
-        split, self._plan = plan_of(link.rank, link.size)
-        more_ranks = (lambda ranks: plan_of(0, ranks)[1]) if training else None
-        check_fits(self._plan, micro_batch, self.ops.memory_bytes(), more_ranks)
+        split_of = partial(optimizer.split, config, self.ops.norm_chunk, sharded=shard_optimizer)
+        self._split = split = split_of(link.rank, link.size) if training else split_of()
+        plan_of = partial(plan, config, numerics, micro_batch, self.ops, training, optimizer)
+        self._plan = plan_of(split)
+        more = (lambda ranks: plan_of(split_of(0, ranks))) if training else None
+        check_fits(self._plan, micro_batch, self.ops.memory_bytes(), more)
         self._arena = Arena(self._plan, self.ops.allocate(plan_bytes(self._plan)))
         self.ranks = open_ranks(link, self.ops)
-        self._split = split
         self._parallel = DataParallel(self.ranks, split, self.ops, self._arena, self._table)
-        self._graphs = self.ops.new_graphs()
-        masters = self._parallel.master_weights()
+        self._graphs, masters = self.ops.new_graphs(), self._parallel.master_weights()
         self._grads = named(self._arena.whole("gradients"), self._table) if training else {}
-        has_copy = "weights" in self._arena
-        compute = named(self._arena.whole("weights"), self._table) if has_copy else masters
+        compute = named(self._arena.whole("weights"), self._table) if "weights" in self._arena else masters
         fp8 = self.ops.fp8 if training else None
         self._fp8_weights = fp8_weights(fp8, self._arena, self._table, compute) if fp8 else {}
         arrays = compute, masters, self._fp8_weights, self._grads
@@ -103,9 +94,7 @@ class Engine:
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.whole("workspace"))
         if training:
-            flags = np.zeros(split.size // RUN, np.uint8)  # 0 in the padding
-            flags[: split.used // RUN] = optimizer.flags(self._table)
-            self.ops.upload(self._arena.whole("flags"), flags[split.own.start // RUN : split.own.stop // RUN])
+            self.ops.upload(self._arena.whole("flags"), optimizer.own_flags(self._table, split))
         if seed is not None:
             self.load(initial_weights(config, seed))
 
@@ -125,29 +114,16 @@ class Engine:
         Raises:
             ValueError: a name is missing or unknown, or a shape differs.
         """
-        expected = {p.name: p.shape for p in self._table}
-        for name in expected.keys() ^ weights.keys():
-            raise ValueError(
-                f"weights: {name} is {'unknown to this model' if name in weights else 'missing'}"
-            )
-        for name, shape in expected.items():
-            if weights[name].shape != shape:
-                raise ValueError(f"weights: {name} expected shape {shape}, got {weights[name].shape}")
-        flat = np.zeros(flat_size(self._table), self.ops.dtype)
-        for name, target in named(flat, self._table).items():
-            target[...] = weights[name]
-        self._parallel.distribute("parameters", flat)
+        self._parallel.distribute("parameters", flattened(weights, self._table, self.ops.dtype))
         self._cast_fp8_weights()
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
         """A copy of the weights by parameter name, fp32; on rank 0, elsewhere empty."""
-        flat = self._parallel.collect("parameters").astype(np.float32)
-        return named(flat, self._table) if flat.size else {}
+        flat = self._parallel.collect("parameters")
+        return named(flat.astype(np.float32), self._table) if flat.size else {}
 
     def parameter(self, name: str) -> Array:
-        """One parameter itself, an array of the device, of an engine without other ranks. In fp32, writing to
-        it changes the model.
-        """
+        """One parameter itself, an array of the device, of one rank. In fp32, writing to it changes it."""
         return named(self._arena.whole("parameters"), self._table)[name]
 
     def gradients(self) -> dict[str, Array]:
@@ -217,15 +193,14 @@ class Engine:
 
     def use_ops(self, ops: Ops) -> None:
         """Compute with other operations from now on, for a benchmark that times each of them."""
-        self.ops = self._model.tensors.ops = ops
+        self.ops = self._model.tensors.ops = self._parallel.ops = ops
 
     def reduce(self) -> None:
         """Sum gradients and losses over all ranks; one rank has nothing to sum."""
         self._parallel.sum_gradients()
 
     def update(self, lr: float, while_gpu_computes: Callable[[], None] = lambda: None) -> Update:
-        """Clip the accumulated gradient and apply the optimizer once; the next micro-batch starts a new
-        gradient.
+        """Clip the gradient and apply the optimizer once; the next micro-batch starts a new gradient.
 
         If the gradient norm is not finite, the update is skipped and the gradients are kept, so that
         first_nonfinite can name the bad tensor.
@@ -237,7 +212,7 @@ class Engine:
         assert not self._is_first_micro_step, "update: there is no micro-batch"
         norm, sums = self._arena.whole("grad_norm"), self._arena.whole("nll_sums")
         rate, step = self._upload("lr", np.float64(lr)), self._upload("step", np.int64(self._step + 1))
-        self.ops.replay(self._graphs, "update", lambda: self._clip_and_apply(norm, rate, step))
+        self.ops.replay(self._graphs, "update", partial(self._clip_and_apply, norm, rate, step))
         while_gpu_computes()
         update = Update(self.ops.download(sums), float(self.ops.download(norm)))
         self.ops.upload(sums, 0.0)
@@ -278,9 +253,7 @@ class Engine:
         return result
 
     def state(self) -> dict[str, Array]:
-        """A copy of everything that training needs to continue bit for bit, with any number of ranks; on rank
-        0, elsewhere empty. Several ranks lose the micro-steps since the last update.
-        """
+        """A copy of what training needs to continue; on rank 0. Several ranks lose an unfinished update."""
         copies = {name: self._parallel.collect(name) for name in ("parameters", *self.moments)}
         if self._fp8_weights:
             copies["fp8_scales"] = self.ops.download(self._arena.whole("fp8_scales"))
@@ -291,8 +264,8 @@ class Engine:
         for name in ("parameters", *self.moments):
             self._parallel.distribute(name, state[name] if state else None)
         if self._fp8_weights:
-            scales = self._arena.whole("fp8_scales")
-            self.ops.upload(scales, self.ranks.gather(state["fp8_scales"] if state else None)[0])
+            scales = self.ranks.gather(state and state["fp8_scales"])[0]
+            self.ops.upload(self._arena.whole("fp8_scales"), scales)
         self._cast_fp8_weights()
         for name in ("gradients", "fp8_amax", "nll_sums"):
             if name in self._arena:

@@ -175,7 +175,6 @@ def plan(
     numerics: Numerics,
     micro_batch: int,
     ops: Ops,
-    *,
     training: bool = True,
     optimizer: AdamW | None = None,
     split: Split | None = None,

@@ -90,6 +90,12 @@ class AdamW:
             flags[p.offset // RUN : p.offset // RUN + p.runs] = flag
         return flags
 
+    def own_flags(self, table: list[Parameter], split: Split) -> NDArray[np.uint8]:
+        """The flags of this rank's part; 0 in the padding."""
+        flags = np.zeros(split.size // RUN, np.uint8)
+        flags[: split.used // RUN] = self.flags(table)
+        return flags[split.own.start // RUN : split.own.stop // RUN]
+
     def skips(self, p: Parameter) -> bool:
         """Whether AdamW leaves the parameter to another rule."""
         return False

@@ -1,6 +1,7 @@
 """The parameter table: every tensor's name, shape, offset in the flat arrays, and initial values."""
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,6 +137,23 @@ def stream_parameters(table: list[Parameter]) -> list[Parameter]:
 def named(flat: Array, table: list[Parameter]) -> dict[str, Array]:
     """Views of a flat array by parameter name."""
     return {p.name: flat[p.offset : p.offset + p.size].reshape(p.shape) for p in table}
+
+
+def flattened(weights: Mapping[str, Array], table: list[Parameter], dtype: np.dtype[Any]) -> Array:
+    """A flat array of these weights.
+
+    Raises:
+        ValueError: a name is missing or unknown, or a shape differs.
+    """
+    expected = {p.name: p.shape for p in table}
+    for name in expected.keys() ^ weights.keys():
+        raise ValueError(f"weights: {name} is {'unknown to this model' if name in weights else 'missing'}")
+    flat = np.zeros(flat_size(table), dtype)
+    for name, target in named(flat, table).items():
+        if weights[name].shape != expected[name]:
+            raise ValueError(f"weights: {name} expected shape {expected[name]}, got {weights[name].shape}")
+        target[...] = weights[name]
+    return flat
 
 
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, NDArray[np.float32]]:

@@ -9,14 +9,12 @@ So runs that differ only in steps and cooldown_steps can share states from befor
 same `shared_hash`.
 """
 
-import ast
-import hashlib
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,11 +26,10 @@ from filelock import FileLock, Timeout
 from safetensors import safe_open
 
 from stages.checkpoint import write_arrays
+from stages.fingerprint import fingerprint
 from stages.text_files import file_sha256, unwritable, write_text
 
 KEPT_STATES = 2  # the newest, and one more in case the newest is damaged
-UNTRACKED = ("settings", "training_settings", "program")  # modules that only pass on values
-REPOSITORY = Path(__file__).resolve().parent.parent
 WORK, FINISHED = "work.json", "finished"
 
 
@@ -257,44 +254,3 @@ def resume_root() -> Path:
     it.
     """
     return Path(os.environ.get("DVC_ROOT", ".")) / ".nanoeuler" / "resume"
-
-
-def fingerprint(files: Iterable[Path], values: Mapping[str, Any]) -> str:
-    """A hash of everything that decides the bits of a run.
-
-    Args:
-        files: data and sources; a folder stands for all files in it. Names and contents count, parent folders
-            do not.
-        values: parameters, device and library versions, as plain values for JSON.
-    """
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8"))
-    for path in files:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file():
-                digest.update(f"{file.name} {file_sha256(file)}\n".encode())
-    return digest.hexdigest()[:32]
-
-
-def sources(module: str) -> list[Path]:
-    """The source files that a stage runs: its imports from stages/ and all of kernels/.
-
-    UNTRACKED modules are left out; the values that they pass on are in the fingerprint.
-
-    Args:
-        module: a name within stages/, such as "pretrain".
-    """
-    found: dict[str, Path] = {}
-    pending = [module]
-    while pending:
-        name = pending.pop()
-        path = REPOSITORY / "stages" / f"{name}.py"
-        if name in found or name in UNTRACKED or not path.is_file():
-            continue
-        found[name] = path
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module == "stages":
-                pending += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stages."):
-                pending.append((node.module or "").removeprefix("stages."))
-    kernels = [path for path in (REPOSITORY / "kernels").rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
-    return [found[name] for name in sorted(found)] + sorted(kernels)

@@ -13,10 +13,11 @@ from kernels.engine import Engine
 from kernels.memory import plan, report
 from kernels.ranks import ALONE, Link
 from stages import checkpoint
+from stages.fingerprint import fingerprint, sources
 from stages.metrics import now, open_display, versions, write_provenance
 from stages.ranks.gpus import check_divides, for_training, unused
 from stages.ranks.join import is_rank
-from stages.resume import ResumeFolder, RunIdentity, fingerprint, resume_root, sources
+from stages.resume import ResumeFolder, RunIdentity, resume_root
 from stages.settings import Settings
 from stages.training import Outs, Task, train
 from stages.training_settings import Training

@@ -20,7 +20,7 @@ from types import FrameType
 from stages.ranks.join import KEY
 
 LAUNCHED = "NANOEULER_LAUNCHED"  # set for ranks that this module started
-GRACE_S = 8.0  # how long the other ranks may take to end when one has failed
+GRACE_S = 5.0  # how long the other ranks may take to end when one has failed
 POLL_S = 0.05
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from stages import resume as resume_module
-from stages.resume import ResumeFolder, RunIdentity, State, fingerprint, sources
+from stages.fingerprint import REPOSITORY, fingerprint, sources
+from stages.resume import ResumeFolder, RunIdentity, State
 
 WORK = RunIdentity("pretrain", "shared_hash", steps=100, steps_before_cooldown=0)
 OTHER = replace(WORK, shared_hash="another")
@@ -239,9 +240,7 @@ def test_a_killed_run_frees_its_lock(tmp_path: Path) -> None:
         "ResumeFolder(RunIdentity('pretrain', 'shared_hash', 100, 0), Path(sys.argv[1])).__enter__(); "
         "os.kill(os.getpid(), 9)"
     )
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=resume_module.REPOSITORY, timeout=60, check=False
-    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY, timeout=60, check=False)
     assert (tmp_path / WORK.fingerprint / "lock").exists()
     with ResumeFolder(WORK, tmp_path, lambda line: pytest.fail(line)):
         pass
@@ -294,7 +293,7 @@ def test_work_has_its_own_fingerprint() -> None:
 
 # Would catch a changed module that does not change the fingerprint, and a foreign one that does.
 def test_sources_are_what_the_stage_imports() -> None:
-    names = {path.relative_to(resume_module.REPOSITORY).as_posix() for path in sources("training")}
+    names = {path.relative_to(REPOSITORY).as_posix() for path in sources("training")}
     modules = ("training", "updates", "interrupt", "resume", "checkpoint", "metrics")
     assert {*(f"stages/{name}.py" for name in modules), "kernels/engine.py"} <= names
     assert (
