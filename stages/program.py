@@ -58,7 +58,7 @@ def ranked_stage_main(
         if is_rank():
             _run_as_rank(name, settings, run)
         elif not settings.runtime.plan and (count := gpus(settings)) > 1:
-            if code := launch(name, argv, count):
+            if code := launch(f"stages.{name}", argv, count):
                 raise SystemExit(code)
         else:
             with _alone(name, settings):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 from kernels.ranks import ALONE, Link, MpiLink
-from stages.ranks.sockets import SocketLink
+from stages.ranks.sockets import KEY, SocketLink
 
 DEFAULT_PORT = 29500
 # Number of ranks and local rank, as MPI's launchers say them.
@@ -20,7 +20,6 @@ MPI = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_SIZE", "MPI_LOCALRANKID"),
 )
-KEY = "NANOEULER_KEY"
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:

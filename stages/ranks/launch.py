@@ -17,15 +17,15 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from stages.ranks.join import KEY
+from stages.ranks.sockets import KEY
 
 LAUNCHED = "NANOEULER_LAUNCHED"  # set for ranks that this module started
 GRACE_S = 5.0  # how long the other ranks may take to end when one has failed
 POLL_S = 0.05
 
 
-def launch(stage: str, argv: Sequence[str], count: int) -> int:
-    """Runs `python -m stages.STAGE argv` as `count` ranks on this machine.
+def launch(module: str, argv: Sequence[str], count: int) -> int:
+    """Runs `python -m module argv` as `count` ranks on this machine.
 
     Returns:
         0 if all ranks succeeded, else the exit code of the first rank that failed.
@@ -39,7 +39,7 @@ def launch(stage: str, argv: Sequence[str], count: int) -> int:
     }  # fmt: skip
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", f"stages.{stage}", *argv],
+            [sys.executable, "-m", module, *argv],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.PIPE,
             start_new_session=True,  # so that the terminal's Ctrl-C comes once, from here
@@ -90,4 +90,4 @@ def _read_to_end() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(launch(sys.argv[2], sys.argv[3:], int(sys.argv[1])))
+    raise SystemExit(launch(f"stages.{sys.argv[2]}", sys.argv[3:], int(sys.argv[1])))

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
@@ -21,6 +22,7 @@ END_S = 10.0  # how long a failed rank waits to be ended by rank 0
 # Seconds without traffic before the first probe, seconds between probes, and lost probes that end it.
 KEEPALIVE = (3, 1, 3)
 DONE = "done"
+KEY = "NANOEULER_KEY"  # the environment variable with the key
 DIED = "has ended without a message: killed, or out of memory?"
 
 
@@ -92,8 +94,11 @@ class SocketLink:
         timer.start()
         with listener:
             while len(found["watch"]) < self.size - 1 or len(found["data"]) < self.size - 1:
-                connection = listener.accept()
-                rank, size, kind = connection.recv()
+                try:
+                    connection = listener.accept()
+                    rank, size, kind = connection.recv()
+                except (AuthenticationError, EOFError, OSError):
+                    continue  # a stranger, or a rank that ended again
                 if size != self.size or not 0 < rank < self.size or rank in found[kind]:
                     raise ValueError(
                         f"RANK, WORLD_SIZE: expected one process for each of the ranks 1 to {self.size - 1} "
@@ -112,6 +117,10 @@ class SocketLink:
                 try:
                     connection = Client((host, port), authkey=key)
                     break
+                except AuthenticationError:
+                    raise ValueError(
+                        f"{KEY}: expected the key of rank 0 at {host}:{port}, got another"
+                    ) from None
                 except OSError as error:
                     if time.monotonic() > deadline:
                         raise ValueError(
@@ -146,7 +155,11 @@ class SocketLink:
     def _lost(self, rank: int, said: str) -> None:
         if self.rank == 0:
             time.sleep(OWN_ERROR_S)
-            self._end(f"rank {rank}: {said}" if said else f"rank {rank} {DIED}")
+            text = f"rank {rank}: {said}" if said else f"rank {rank} {DIED}"
+            for connection in self._watch.values():
+                with suppress(OSError):
+                    connection.send(text)
+            self._end(text)
         # What rank 0 says, it has printed. If it cannot, one rank speaks for it.
         self._end(f"rank 0 {DIED}" if self.rank == 1 and not said else "")
 

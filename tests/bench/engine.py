@@ -5,6 +5,11 @@ A whole update in ms, tokens/s and TFLOP/s:
 
     python -m tests.bench.engine train --model euler_1m --batch 32 --seq 128
 
+The same on several GPUs, --batch sequences each, with the share of time in communication and the speed over
+that of one:
+
+    python -m tests.bench.engine train --gpus 2 --model gpt2_124m --seq 1024 --precision bf16
+
 Decoding at batch 1 with the KV cache:
 
     python -m tests.bench.engine decode --model euler_1m
@@ -44,6 +49,9 @@ from kernels.config import Attention, Matmul, ModelConfig, Numerics, Precision
 from kernels.devices import DEVICES, gpu_visible
 from kernels.engine import Engine
 from kernels.optimizers import OPTIMIZERS
+from kernels.ranks import ALONE, Link, OneRank
+from stages.ranks.join import is_rank, open_link
+from stages.ranks.launch import end_with_launcher, launch
 
 EULER: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "mtp_heads": 4}
 GPT2: dict[str, Any] = {
@@ -75,8 +83,8 @@ def random_batch(rng: np.random.Generator, config: ModelConfig, rows: int, lengt
     return Batch(inp, targets, np.zeros((rows, length), np.int32), np.ones((rows, length), np.float32))
 
 
-def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
-    """The engine of the command line."""
+def open_engine(args: argparse.Namespace, *, training: bool = True, link: Link = ALONE) -> Engine:
+    """The engine of the command line; link: to other ranks."""
     chosen = {name: getattr(args, name) for name in ("precision", "matmul", "attention", "deterministic")}
     given = {name: getattr(args, name) for name in ("device", "threads")}
     return Engine(
@@ -84,6 +92,8 @@ def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
         Numerics(**chosen),
         micro_batch=args.batch if training else 1,
         training=training,
+        optimizer=OPTIMIZERS[args.optimizer](),
+        link=link,
         **given,
     )
 
@@ -91,34 +101,61 @@ def open_engine(args: argparse.Namespace, *, training: bool = True) -> Engine:
 def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> float:
     """One update with equal head weights, in seconds. It ends when loss and gradient norm are on the host."""
     heads = engine.config.mtp_heads
-    scale = 1 / heads / head_weight_sums(batch, heads)
     begin = time.perf_counter()
+    scale = 1 / heads / sum(engine.ranks.gather(head_weight_sums(batch, heads)))
     engine.micro_step(batch, scale)
     engine.reduce()
     engine.update(3e-4, meanwhile)
     return time.perf_counter() - begin
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
-    """The median update.
+class NoCollectives(OneRank):
+    """The collectives of a rank without what they send: the rest of an update's time."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The own value as everyone's."""
+        return [value] * self.size
+
+
+def train(args: argparse.Namespace, link: Link = ALONE) -> dict[str, Any]:
+    """The median update, of one rank and, if there are several, of all together."""
+    engine = open_engine(args)
+    alone_s = seconds = median_update(engine, args)
+    shares: dict[str, float] = {}
+    if link.size > 1:
+        del engine  # its memory
+        engine = open_engine(args, link=link)
+        seconds = median_update(engine, args)
+        engine.ranks = engine._parallel.ranks = NoCollectives(link)
+        engine._graphs = engine.ops.new_graphs()
+        shares = {
+            "communication": 1 - median_update(engine, args) / seconds,
+            "scaling": link.size * alone_s / seconds,
+        }
+    tokens_per_s = link.size * args.batch * args.seq / seconds
+    return {
+        "engine": engine.describe(),
+        "ms_per_step": seconds * 1e3,
+        "tokens_per_s": tokens_per_s,
+        "tflops": tokens_per_s * matmul_flops_per_token(engine.config, args.seq) / 1e12,
+        **shares,
+        "peak_gb": engine.ops.used_bytes() / 1e9,
+    }
+
+
+def median_update(engine: Engine, args: argparse.Namespace) -> float:
+    """Seconds of an update; each rank has its own batches.
 
     Random batches are made between updates. The rest of the preparation overlaps the previous update, as in
     training.
     """
-    config, rng, engine, times = MODELS[args.model], np.random.default_rng(0), open_engine(args), []
-    batch = random_batch(rng, config, args.batch, args.seq)
+    rng, times = np.random.default_rng(engine.ranks.rank), list[float]()
+    batch = random_batch(rng, engine.config, args.batch, args.seq)
     for _ in range(args.warmup + args.steps):
-        following = random_batch(rng, config, args.batch, args.seq)
-        times.append(train_step(engine, batch, partial(prepare, following, config.mtp_heads)))
+        following = random_batch(rng, engine.config, args.batch, args.seq)
+        times.append(train_step(engine, batch, partial(prepare, following, engine.config.mtp_heads)))
         batch = following
-    seconds = statistics.median(times[args.warmup :])
-    tokens_per_s, flops = args.batch * args.seq / seconds, matmul_flops_per_token(config, args.seq)
-    figures = {
-        "ms_per_step": seconds * 1e3,
-        "tokens_per_s": tokens_per_s,
-        "tflops": tokens_per_s * flops / 1e12,
-    }
-    return {"engine": engine.describe(), **figures, "peak_gb": engine.ops.used_bytes() / 1e9}
+    return statistics.median(times[args.warmup :])
 
 
 def decode(args: argparse.Namespace) -> dict[str, Any]:
@@ -357,18 +394,28 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--gpus", type=int, default=1, help="of train")
     args = parser.parse_args()
     args.model = args.model or ("gpt2_124m" if args.mode == "matmul" else "euler_1m")
     if min(args.batch, args.seq, args.steps) < 1 or args.warmup < 0:
         parser.error("--batch, --seq and --steps must be at least 1, --warmup at least 0")
     if args.mode in ("train", "ops") and not (c := MODELS[args.model]).mtp_heads <= args.seq <= c.context:
         parser.error(f"--seq: {args.model} takes {c.mtp_heads} to {c.context}, got {args.seq}")
+    if args.gpus > 1 and not is_rank():
+        raise SystemExit(launch("tests.bench.engine", sys.argv[1:], args.gpus))
+    end_with_launcher()
+    link = open_link() if args.mode == "train" else ALONE
     try:
         if args.mode in ("attention", "matmul") and (args.device == "cpu" or not gpu_visible()):
             raise ValueError(f"{args.mode} needs a GPU")
-        row = {**vars(args), **MODES[args.mode](args)}
+        measured = train(args, link) if args.mode == "train" else MODES[args.mode](args)
+        row = {**vars(args), **measured}
     except ValueError as error:
+        link.fail(str(error))
         sys.exit(f"{parser.prog}: {error}")
+    link.close()
+    if link.rank:
+        return
     print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 
