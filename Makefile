@@ -35,8 +35,9 @@ bench: git .venv/ready .venv-parity/ready  ## measure the engine, training (also
 	.venv-parity/bin/python -m tests.bench.training
 	.venv-parity/bin/python -m tests.bench.tokenizers
 
-crash-test: .venv/ready  ## kill a small pipeline 100 times at random and compare its files with an undisturbed run
+crash-test: .venv/ready  ## kill a small pipeline 100 times, and ranks 40 times, at random and compare the files with undisturbed runs
 	$(BIN)/python -m tests.chaos
+	$(BIN)/python -m tests.rank_chaos
 
 chat: .venv/ready  ## chat with the model of the last run
 	$(BIN)/python -m stages.chat

@@ -8,10 +8,12 @@ An update of several ranks, with what each array holds when the step is done:
     optimizer       parameters[own], compute weights[own]
     share_weights   compute weights, and what the residual stream reads: from their owners
 
-Without shard_optimizer, sum_gradients also gathers the sums, and every rank updates everything.
+Without shard_optimizer, sum_gradients also gathers the sums, and every rank updates everything. With overlap,
+the last micro-step sums each block's gradients as soon as they are finished, and sum_gradients the rest.
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,11 +34,33 @@ class DataParallel:
         ranks: the collectives.
         split: what this rank sums and updates.
         ops, arena, table: of the engine.
+        overlap: whether gradients are summed during the last micro-step.
     """
 
-    def __init__(self, ranks: Ranks, split: Split, ops: Ops, arena: Arena, table: list[Parameter]) -> None:
+    def __init__(
+        self, ranks: Ranks, split: Split, ops: Ops, arena: Arena, table: list[Parameter], *, overlap: bool
+    ) -> None:
         self.ranks, self.ops, self._split, self._arena, self._table = ranks, ops, split, arena, table
         self._stream = _StreamWeights(split, ops, arena, table) if "stream_weights" in arena else None
+
+        self._overlap, self._summed = overlap, 0
+        # Where the gradients of each block end. All before are finished with it.
+        self._block_ends = {p.layer: p.offset + p.runs * RUN for p in table if p.name.startswith("blocks.")}
+
+    def overlaps(self, last: bool) -> bool:
+        """Whether the next micro-step, the update's last or not, sums finished gradients."""
+        if last and self._overlap:
+            self._summed = self._block_ends[0]
+            return True
+        return False
+
+    def sum_block(self, layer: int) -> None:
+        """Starts to sum what the backward pass has finished with a block."""
+        begin = self._block_ends.get(layer + 1, 0)
+        for root, (start, stop) in enumerate(pairwise(self._split.summed)):
+            part = slice(max(start, begin), min(stop, self._block_ends[layer]))
+            if part.start < part.stop:
+                self.ranks.reduce(self._gradients[part], root)
 
     @property
     def _gradients(self) -> Array:
@@ -44,8 +68,14 @@ class DataParallel:
 
     def sum_gradients(self) -> None:
         """Sums gradients, losses and FP8 maxima over all ranks."""
-        gradients = self._gradients
-        self.ranks.reduce_scatter(gradients, self._split.summed)
+        gradients, begin, self._summed = self._gradients, self._summed, 0
+        if begin:
+            for root, (start, stop) in enumerate(pairwise(self._split.summed)):
+                if max(start, begin) < stop:
+                    self.ranks.reduce(gradients[max(start, begin) : stop], root)
+            self.ranks.join()
+        else:
+            self.ranks.reduce_scatter(gradients, self._split.summed)
         if not self._split.sharded:
             self.ranks.all_gather(gradients, self._split.summed)
         self.ranks.sum(self._arena.whole("nll_sums"))

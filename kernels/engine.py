@@ -47,6 +47,7 @@ class Engine:
         optimizer: how parameters are updated; None: AdamW.
         link: connects the ranks that train this model together.
         shard_optimizer: whether each rank holds and updates its part of the optimizer's state only.
+        overlap: whether the last micro-step of an update already sums gradients over the ranks.
 
     Raises:
         ValueError: the device lacks the precision, or the model does not fit; the message says what to set.
@@ -66,6 +67,7 @@ class Engine:
         optimizer: AdamW | None = None,
         link: Link = ALONE,
         shard_optimizer: bool = True,
+        overlap: bool = False,
     ) -> None:
         self.ops: Ops = open_ops(device, numerics, threads=threads, dtype=dtype, index=link.local_rank)
         self.config, self.micro_batch, self.training = config, micro_batch, training
@@ -82,7 +84,7 @@ class Engine:
         check_fits(self._plan, micro_batch, self.ops.memory_bytes(), more)
         self._arena = Arena(self._plan, self.ops.allocate(plan_bytes(self._plan)))
         self.ranks = open_ranks(link, self.ops)
-        self._parallel = DataParallel(self.ranks, split, self.ops, self._arena, self._table)
+        self._parallel = DataParallel(self.ranks, split, self.ops, self._arena, self._table, overlap=overlap)
         self._graphs, masters = self.ops.new_graphs(), self._parallel.master_weights()
         self._grads = named(self._arena.whole("gradients"), self._table) if training else {}
         compute = named(self._arena.whole("weights"), self._table) if "weights" in self._arena else masters
@@ -130,7 +132,7 @@ class Engine:
         """A copy of the gradients of the micro-batches since the last update, by parameter name."""
         return {name: self.ops.download(grad) for name, grad in self._grads.items()}
 
-    def micro_step(self, batch: Batch, head_scale: Array) -> None:
+    def micro_step(self, batch: Batch, head_scale: Array, *, last: bool = False) -> None:
         """Forward and backward over one micro-batch; gradients and loss sums accumulate.
 
         Args:
@@ -138,6 +140,7 @@ class Engine:
             head_scale: (K,), the derivative of the whole update's loss with respect to each head's weighted
                 nll: the head's loss weight divided by the sum of head_weight_sums over all micro-batches of
                 the update.
+            last: whether the update has no further one, so that finished gradients may be summed over ranks.
         """
         assert self.training
         tokens, start = self._upload_batch(batch)
@@ -156,8 +159,8 @@ class Engine:
             self.ops.fp8.set_current_scaling(current_scaling)
         self.ops.replay(
             self._graphs,
-            ("micro_step", tokens.shape, is_first, current_scaling),
-            lambda: self._forward_backward(tokens, start, *inputs, accumulate=not is_first),
+            ("micro_step", tokens.shape, is_first, current_scaling, overlap := self._parallel.overlaps(last)),
+            lambda: self._forward_backward(tokens, start, *inputs, accumulate=not is_first, overlap=overlap),
         )
 
     def _forward_backward(
@@ -169,6 +172,7 @@ class Engine:
         nll_weight: Array,
         *,
         accumulate: bool,
+        overlap: bool,
     ) -> None:
         norm, sums = self._model.forward(tokens, start, training=True), self._arena.whole("nll_sums")
         rows, vocab_size = norm.shape[0], self.config.vocab_size
@@ -184,7 +188,10 @@ class Engine:
                     dnorm[part], k, dlogits, norm[part], accumulate=accumulate or part.start > 0
                 )
             self.ops.weighted_sum_forward(sums[k : k + 1].reshape(()), nll, loss_weight[k])
-        self._model.backward(dnorm, tokens, start, accumulate=accumulate)
+        finished = self._parallel.sum_block if overlap else lambda layer: None
+        self._model.backward(dnorm, tokens, start, accumulate=accumulate, finished=finished)
+        if overlap:
+            self.ranks.join()
 
     def _parts(self, rows: int) -> list[slice]:
         """All positions in parts whose logits fit their buffer."""

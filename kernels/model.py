@@ -8,7 +8,7 @@ One operation adds a branch, and the bias of the linear layer that made it, to t
 norm. In comments and names, rows are positions: rows = B * T. The parts are in kernels/parts/.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -83,12 +83,22 @@ class Transformer:
             branch_linear = f"{block}down"
         return self._norm_forward("", "norm", 0, residual, branch, branch_linear)
 
-    def backward(self, dnorm: Array, tokens: Array, start: Array, *, accumulate: bool) -> None:
+    def backward(
+        self,
+        dnorm: Array,
+        tokens: Array,
+        start: Array,
+        *,
+        accumulate: bool,
+        finished: Callable[[int], None] = lambda layer: None,
+    ) -> None:
         """Add the gradient of every parameter, from the gradient dnorm of forward's result.
 
         dnorm then serves as scratch: it holds the output gradient of every norm in turn.
 
         If `accumulate` is false, the weight gradients of the blocks' linear layers are overwritten instead.
+        `finished` is called with the number of each block whose gradients, and all before them in the flat
+        array, are complete.
         """
         c, t, (batch, length) = self.config, self.tensors, tokens.shape
         ops, rows = t.ops, batch * length
@@ -115,6 +125,7 @@ class Transformer:
             t.matmul_backward(f"{block}qkv", dnorm, dqkv, norm1, accumulate=accumulate)
             branch_linear = f"blocks.{i - 1}.down" if i else None
             self._norm_backward(block, "norm1", i, dresidual, dresidual, dnorm, branch_linear)
+            finished(i)
         ops.embedding_backward(t.grads["tok.weight"], t.grads.get("pos.weight"), dresidual, tokens, start)
 
     def decode_step(

@@ -1,6 +1,7 @@
 """Ranks: the processes that train one model together, and the collectives between them.
 
     sum, maximum      array = the sum, or the maximum, of the ranks' arrays
+    reduce            the root's array = the sum of the ranks' arrays, beside later work until `join`
     reduce_scatter    own part of flat = the sum of that part over all ranks
     all_gather        flat = each rank's own part
     broadcast         array = the root's array
@@ -148,6 +149,17 @@ class Ranks:
         """array = elementwise maximum of all ranks' arrays."""
         np.maximum.reduce(self.gather(array), out=array)
 
+    def reduce(self, array: Array, root: int) -> None:
+        """The root's array = sum of all ranks' arrays. Until `join`, later kernels may run beside it and must not
+        use the array.
+        """
+        parts = self.link.exchange([array if rank == root else None for rank in range(self.size)])
+        if self.rank == root:
+            _add_up(array, parts)
+
+    def join(self) -> None:
+        """Later kernels find what `reduce` has summed."""
+
     def reduce_scatter(self, flat: Array, bounds: Sequence[int]) -> None:
         """flat[own] = sum of flat[own] of all ranks. The other parts keep what this rank had."""
         parts = self.link.exchange([flat[begin:end] for begin, end in pairwise(bounds)])
@@ -177,6 +189,9 @@ class OneRank(Ranks):
         """See Ranks."""
 
     def maximum(self, array: Array) -> None:
+        """See Ranks."""
+
+    def reduce(self, array: Array, root: int) -> None:
         """See Ranks."""
 
     def reduce_scatter(self, flat: Array, bounds: Sequence[int]) -> None:

@@ -75,9 +75,9 @@ def train_step(
             "no target in this update is supervised: every loss weight of its micro-batches is 0"
         )
     per_weight = np.divide(1.0, sums, out=np.zeros_like(sums), where=sums > 0)  # 0: a head without targets
-    for batch in batches:
+    for index, batch in enumerate(batches, start=1):
         with interruptible():
-            engine.micro_step(batch, weights * per_weight)
+            engine.micro_step(batch, weights * per_weight, last=index == len(batches))
     engine.reduce()
     update = engine.update(lr, while_gpu_computes)
     losses = update.nll_sums * per_weight

@@ -1,6 +1,7 @@
 """The collectives of kernels/ranks.py for arrays of the GPU, by NVIDIA's NCCL.
 
-They run on the device's stream, in order with the kernels, and may be captured in a CUDA graph. Parts of
+They run on the device's stream, in order with the kernels, and may be captured in a CUDA graph; `reduce` runs
+on a stream of its own. Parts of
 different lengths have no NCCL collective of their own. A group of reductions, or broadcasts, one for each
 root, takes its place.
 
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import cupy
 import numpy as np
 
 from kernels.cuda.runtime.launch import BF16
@@ -39,6 +41,7 @@ class NcclRanks(Ranks):
         if not available:
             raise _missing("CuPy finds no libnccl")
         self._nccl, self._stream = nccl, ops.stream  # type: ignore[attr-defined]
+        self._side = cupy.cuda.Stream(non_blocking=True)
         self._types = {
             np.dtype(np.float32): nccl.NCCL_FLOAT32,
             np.dtype(np.float64): nccl.NCCL_FLOAT64,
@@ -61,6 +64,16 @@ class NcclRanks(Ranks):
     def maximum(self, array: Array) -> None:
         """See Ranks."""
         self._all_reduce(array, self._nccl.NCCL_MAX)
+
+    def reduce(self, array: Array, root: int) -> None:
+        """See Ranks. A second stream waits for the kernels so far, and then sums."""
+        self._side.wait_event(self._stream.record())
+        address, kind, add = array.data.ptr, self._types[array.dtype], self._nccl.NCCL_SUM
+        self._communicator.reduce(address, address, array.size, kind, add, root, self._side.ptr)
+
+    def join(self) -> None:
+        """See Ranks."""
+        self._stream.wait_event(self._side.record())
 
     def reduce_scatter(self, flat: Array, bounds: Sequence[int]) -> None:
         """See Ranks."""

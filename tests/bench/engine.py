@@ -94,6 +94,7 @@ def open_engine(args: argparse.Namespace, *, training: bool = True, link: Link =
         training=training,
         optimizer=OPTIMIZERS[args.optimizer](),
         link=link,
+        overlap=args.overlap,
         **given,
     )
 
@@ -103,7 +104,7 @@ def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lam
     heads = engine.config.mtp_heads
     begin = time.perf_counter()
     scale = 1 / heads / sum(engine.ranks.gather(head_weight_sums(batch, heads)))
-    engine.micro_step(batch, scale)
+    engine.micro_step(batch, scale, last=True)
     engine.reduce()
     engine.update(3e-4, meanwhile)
     return time.perf_counter() - begin
@@ -395,6 +396,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=1, help="of train")
+    parser.add_argument(
+        "--overlap", action="store_true", help="of train: sum gradients during the backward pass"
+    )
     args = parser.parse_args()
     args.model = args.model or ("gpt2_124m" if args.mode == "matmul" else "euler_1m")
     if min(args.batch, args.seq, args.steps) < 1 or args.warmup < 0:

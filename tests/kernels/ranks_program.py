@@ -59,8 +59,8 @@ def train(engine: Engine, model: str, updates: range, accum: int) -> Arrays:
     for update in updates:
         batches = [micro_batch(model, update * accum + i) for i in range(accum)]
         scale = head_scale(engine, batches)
-        for batch in batches[first : first + share]:
-            engine.micro_step(batch, scale)
+        for i in range(first, first + share):
+            engine.micro_step(batches[i], scale, last=i == first + share - 1)
         engine.reduce()
         result = engine.update(LR)
         norms.append(result.grad_norm)
@@ -82,6 +82,9 @@ def main() -> None:
         resumed = train(after, model, range(1, UPDATES), accum)
         names = ("parameters", *engine.moments, "norms", "sums")
         found |= {f"resumed_{name}": resumed[name] for name in names if name in resumed}
+        overlapping = make(model, optimizer, link, shard_optimizer=sharded, overlap=True)
+        overlapped = train(overlapping, model, range(UPDATES), accum)
+        found |= {f"overlapped_{name}": overlapped[name] for name in names if name in overlapped}
         weights = engine.weights()
         found |= {f"weights_{name}": weight for name, weight in weights.items()}
         results |= {

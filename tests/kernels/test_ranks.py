@@ -160,6 +160,16 @@ def test_resume_is_exact(results: tuple[int, Arrays], model: str, optimizer: str
         assert_same_bits({name: found[f"resumed_{name}"]}, {name: found[name][1:]})
 
 
+# A gradient that is summed before it is finished, or twice, or never.
+@pytest.mark.parametrize(("model", "optimizer"), CASES)
+def test_overlap_changes_no_bit(results: tuple[int, Arrays], model: str, optimizer: str) -> None:
+    found = part_of(results[1], f"{model}/{optimizer}/sharded/")
+    names = [name for name in ("parameters", "exp_avg", "exp_avg_sq", "norms", "sums") if name in found]
+    assert_same_bits(
+        {name: found[f"overlapped_{name}"] for name in names}, {name: found[name] for name in names}
+    )
+
+
 # Micro-batches that a rank leaves out or repeats; loss weights summed over one rank's part only. An engine
 # alone accumulates in place, in another order of additions; against float64 both are as exact.
 @pytest.mark.parametrize(("model", "optimizer"), CASES)
