@@ -150,8 +150,9 @@ class Ranks:
         np.maximum.reduce(self.gather(array), out=array)
 
     def reduce(self, array: Array, root: int) -> None:
-        """The root's array = sum of all ranks' arrays. Until `join`, later kernels may run beside it and must not
-        use the array.
+        """The root's array = sum of all ranks' arrays.
+
+        Until `join`, later kernels may run beside it, and must not use the array.
         """
         parts = self.link.exchange([array if rank == root else None for rank in range(self.size)])
         if self.rank == root:
