@@ -79,6 +79,9 @@ def _run_as_rank(name: str, settings: Settings, run: Callable[[Settings, Link], 
             traceback.print_exc()
         link.fail(" ".join(str(error).split()))
         raise SystemExit(1) from None
+    except SystemExit:  # Ctrl-C: all ranks have stopped together
+        link.close()
+        raise
     link.close()
 
 
