@@ -12,8 +12,9 @@ from kernels.config import ModelConfig, Numerics
 from kernels.cpu import CpuOps
 from kernels.fp8 import block_weights
 from kernels.kv_cache import TokenIO
-from kernels.memory import activation_plan, check_fits, memory_plan, parameter_plan, report
-from kernels.parameters import RUN, parameter_table
+from kernels.memory import activation_plan, check_fits, memory_plan, parameter_plan, report, total_bytes
+from kernels.optimizers import OPTIMIZERS
+from kernels.parameters import RUN, flat_size, parameter_table
 from kernels.split import one_rank
 from tests.gradient_check import MODELS
 
@@ -171,3 +172,37 @@ def test_fp8_is_counted(name: str) -> None:
     ):
         assert (plan[f"fp8_inp_{linear}"].shape, plan[f"fp8_inp_{linear}"].layers) == ((160 * width,), layers)
     assert (plan["fp8_scales"].shape, plan["fp8_amax"].shape) == ((4 * layers, 3, 4), (4 * layers, 2))
+
+
+# A rank whose plan is that of a whole model, or one that lacks what it needs; a model that needs two GPUs, of
+# which nobody says so.
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_rank_holds_its_part(optimizer: str) -> None:
+    config = ModelConfig(
+        5000, 6, 6, 6, 384, 1536, 64, norm="layernorm", mlp="gelu", bias=True, tied_head=True
+    )
+    numerics, kind = Numerics(precision="bf16"), OPTIMIZERS[optimizer]()
+
+    def plan_of(ranks: int) -> list[Buffer]:
+        split = kind.split(config, 16384, ranks=ranks)
+        return memory_plan(config, numerics, 1, storage=np.dtype(np.uint16), optimizer=kind, split=split)
+
+    bytes_of = [{buffer.name: buffer.total_bytes for buffer in plan_of(ranks)} for ranks in (1, 4)]
+    count = flat_size(parameter_table(config))
+    for name, each in (("exp_avg", 4), ("exp_avg_sq", 4), ("parameters", 4)):
+        assert bytes_of[0][name] == pytest.approx(each * count, rel=0.01)
+        assert bytes_of[1][name] == pytest.approx(each * count / 4, rel=0.4), (
+            name
+        )  # Muon cuts between matrices
+    for name in ("weights", "gradients"):
+        assert bytes_of[1][name] == pytest.approx(bytes_of[0][name], rel=0.01)
+    stream = 4 * sum(p.size for p in parameter_table(config) if not p.in_block)
+    assert bytes_of[1]["stream_weights"] == pytest.approx(stream, rel=0.01)
+    assert "stream_weights" not in bytes_of[0]
+    whole, part = (total_bytes(plan_of(ranks)) for ranks in (1, 4))
+    assert part < whole
+    with pytest.raises(ValueError, match="on 4 GPUs this micro_batch fits"):
+        check_fits(plan_of(1), 1, max(part, total_bytes(plan_of(4))), plan_of)
+    with pytest.raises(ValueError) as refused:
+        check_fits(plan_of(1), 1, 1000, plan_of)
+    assert "GPUs" not in str(refused.value)
