@@ -220,8 +220,7 @@ def check_fits(
         cure += f"; on {ranks} GPUs this micro_batch fits"
     raise ValueError(
         f"memory: micro_batch={micro_batch} needs {needed / 2**30:.1f} GiB, {fixed / 2**30:.1f} of them for "
-        "parameters, "
-        f"and the device has {available / 2**30:.1f}; {cure}"
+        f"parameters, and the device has {available / 2**30:.1f}; {cure}"
     )
 
 

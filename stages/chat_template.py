@@ -178,10 +178,8 @@ def render_all(
     if not kept:
         raise ValueError(
             f"no conversation is left of {counts['read']}: {counts['too_long']} are longer than "
-            f"model.context = {context}, "
-            f"{counts['unanswered']} have no answer; use other conversations, or set a larger model.context "
-            "or "
-            "sft.overflow: truncate"
+            f"model.context = {context}, {counts['unanswered']} have no answer; use other conversations, or "
+            "set a larger model.context or sft.overflow: truncate"
         )
     starts = np.cumsum([0, *(len(ids) for ids, _ in kept)], dtype=np.int64)
     return Rendered(

@@ -109,8 +109,7 @@ def _disk(stage: str, settings: Settings, root: Path) -> Iterator[str]:
         needed, room = (states + checkpoints) / 1e9, (free + there) / 1e9
         yield (
             f"pretrain: needs {needed:.1f} GB in {root.absolute()}, {states / 1e9:.1f} GB of them for resume "
-            "states, "
-            f"but {room:.1f} GB are free; free disk space or choose a smaller model"
+            f"states, but {room:.1f} GB are free; free disk space or choose a smaller model"
         )
 
 
@@ -162,8 +161,7 @@ def _conversations(stage: str, settings: Settings, data: Path) -> Iterator[str]:
         if path.is_file() and not _some_fit(read_conversations(path), tokenizer, settings):
             yield (
                 f"sft: no conversation of {path} fits model.context = {settings.model.context}; use shorter "
-                "ones, or set "
-                "a larger model.context or sft.overflow: truncate"
+                "ones, or set a larger model.context or sft.overflow: truncate"
             )
 
 

@@ -104,8 +104,7 @@ class Pretrain(Training):
         if not written.isdisjoint([path, *path.parents]):
             raise ValueError(
                 f"pretrain.init_from: {self.init_from} is an output of this pipeline, and DVC deletes it "
-                "before the run. "
-                f"Copy it (mkdir -p models && cp -rL {self.init_from} models/first) and set "
+                f"before the run. Copy it (mkdir -p models && cp -rL {self.init_from} models/first) and set "
                 "pretrain.init_from=models/first"
             )
 

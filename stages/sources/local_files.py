@@ -105,8 +105,7 @@ def _enters(path: Path, top: str) -> bool:
     if real != top and not real.startswith(top + os.sep):
         raise ValueError(
             f"{display_name(path)}: a link to the folder {display_name(real)}: DVC does not follow it and "
-            "would miss changes; "
-            "copy the folder, or set local_path and files to it"
+            "would miss changes; copy the folder, or set local_path and files to it"
         )
     return False
 

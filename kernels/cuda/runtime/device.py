@@ -127,9 +127,8 @@ class Device:
                 memory = cupy.zeros(size, np.uint8)
         except cupy.cuda.memory.OutOfMemoryError:
             raise ValueError(
-                f"memory: the GPU has no {size / 2**30:.1f} GiB left, "
-                f"{self.memory_bytes() / 2**30:.1f} are free; "
-                "set a smaller micro_batch, or end other programs on it"
+                f"memory: the GPU has no {size / 2**30:.1f} GiB left, {self.memory_bytes() / 2**30:.1f} are "
+                "free; set a smaller micro_batch, or end other programs on it"
             ) from None
         self.synchronize()
         return memory  # type: ignore[no-any-return]
