@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.settings import Settings
+from stages.special_tokens import NEEDED
 from stages.trained_stages import STAGES, TRAINED_STAGES
 
 CHUNK = 256  # conversations rendered in one call, until one fits
@@ -39,8 +40,14 @@ def objections(stage: str, settings: Settings, root: Path = Path()) -> Iterator[
     if _before("download", stage):
         yield from _windows(stage, settings, data / "download" / "manifest.json")
     if _before("train_bpe", stage) and tokenizer_path.is_file():
-        yield from _prompts(settings, tokenizer_path)
-        yield from _conversations(stage, settings, data)
+        if missing := _missing_tokens(tokenizer_path):
+            yield (
+                f"sft: {tokenizer_path} has no special token {', '.join(missing)}; add what is missing to "
+                "train_bpe.special_tokens and run `make repro`"
+            )
+        else:
+            yield from _prompts(settings, tokenizer_path)
+            yield from _conversations(stage, settings, data)
     if stage == FIRST_TRAINED:
         yield from _memory(settings, tokenizer_path)
 
@@ -126,6 +133,14 @@ def _windows(stage: str, settings: Settings, manifest: Path) -> Iterator[str]:
                 f"needs {needed}, "
                 "one window of model.context and its last target; add text or set a smaller model.context"
             )
+
+
+def _missing_tokens(tokenizer_path: Path) -> list[str]:
+    """The special tokens of the chat template that a tokenizer lacks; pretraining needs none of them."""
+    from stages.tokenizer import Tokenizer
+
+    special = Tokenizer.load(tokenizer_path).special
+    return [token for token in NEEDED if token not in special]
 
 
 def _prompts(settings: Settings, tokenizer_path: Path) -> Iterator[str]:

@@ -54,6 +54,16 @@ def test_nothing_is_said_of_a_run_that_passes(root: Path, settings_with: Make, s
     assert list(objections(stage, settings_with(), root)) == []
 
 
+# A tokenizer of text only: whoever pretrains by hand would be stopped by a template that only sft needs.
+def test_a_tokenizer_without_the_chat_template(root: Path, settings_with: Make) -> None:
+    path = root / "data" / "train_bpe" / "tokenizer.json"
+    content = json.loads(path.read_bytes())
+    kept = [token for token in content["added_tokens"] if token["content"] == "<|endoftext|>"]
+    path.write_text(json.dumps({**content, "added_tokens": kept}), encoding="utf-8")
+    (said,) = objections("pretrain", settings_with(), root)
+    assert said.startswith("sft: ") and "<|pad|>, <|system|>, <|user|>, <|assistant|>, <|end|>" in said
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_is_said_before_there_are_files(tmp_path: Path, settings_with: Make, stage: str) -> None:
     """Would catch a check that fails before an earlier stage has run."""
