@@ -303,7 +303,7 @@ def test_mlp_is_its_parts(device: Device, rows: int, hidden: int, width: int) ->
 # A GPU that has no FP8 products, or a model whose widths they do not take: the library's error in the middle
 # of a run.
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(device: Any) -> None:
+    def opened(device: Any, index: int) -> None:
         device.arch, device.model, device.sm_count = arch, "Some GPU", 132
 
     monkeypatch.setattr(Device, "__init__", opened)

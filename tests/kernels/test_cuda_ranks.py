@@ -20,6 +20,7 @@ from kernels.engine import Engine
 from kernels.optimizers import OPTIMIZERS
 from kernels.ranks import ALONE, Link, Ranks
 from tests.compare import Arrays, assert_same_bits
+from tests.cuda import gpu
 from tests.kernels.ranks_program import LR, head_scale, micro_batch_of
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +39,11 @@ MODELS = {
     ),
 }
 UPDATES = 3
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> None:
+    gpu()
 
 
 class Shared:

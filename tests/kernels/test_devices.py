@@ -104,7 +104,7 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^runtime\.device: no CUDA GPU is visible; set it to cpu$"):
         device.Device()
     old = {"name": b"Quadro", "major": 7, "minor": 5, "multiProcessorCount": 4}
-    monkeypatch.setattr(device.cupy.cuda, "Device", lambda: SimpleNamespace(id=0))
+    monkeypatch.setattr(device.cupy.cuda, "Device", lambda index: SimpleNamespace(id=index, use=lambda: None))
     cupy_with(monkeypatch, getDeviceCount=lambda: 1, getDeviceProperties=lambda index: old)
     with pytest.raises(
         ValueError, match=r"^runtime\.device: Quadro is too old \(\(7, 5\), needed is \(8, 0\)\); "

@@ -139,8 +139,8 @@ class Disturbed:
         self.task = replace(plain, sample=self._counting("sample", plain.sample))
 
     def _counting(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*given: Any) -> Any:
-            result = work(*given)  # the signal comes when the work is done: gradients have changed
+        def counted(*given: Any, **named: Any) -> Any:
+            result = work(*given, **named)  # the signal comes when the work is done: gradients have changed
             self._left -= name == self._where
             if name == self._where and self._left == 0:
                 signal.raise_signal(signal.SIGINT)
