@@ -27,7 +27,8 @@ from kernels.ops import Ops
 
 Array = np.ndarray[Any, Any]
 Item = TypeVar("Item")
-OWN_ERROR_S = 1.0  # how long rank 0 may take to report the error of another rank as its own
+FORWARD_S = 0.5  # in which mpiexec passes on what a rank has printed; after an abort it may drop the rest
+OWN_ERROR_S = 1.0 + FORWARD_S  # how long rank 0 may take to report the error of another rank as its own
 
 
 class Link(Protocol):
@@ -110,6 +111,7 @@ class MpiLink:
         if self.rank:
             time.sleep(OWN_ERROR_S)
         print_error(f"rank {self.rank}: {error}" if self.rank else error, self.note)
+        time.sleep(FORWARD_S)
         self._world.Abort(1)
 
     def close(self) -> None:
