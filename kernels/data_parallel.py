@@ -42,23 +42,25 @@ class DataParallel:
     ) -> None:
         self.ranks, self.ops, self._split, self._arena, self._table = ranks, ops, split, arena, table
         self._stream = _StreamWeights(split, ops, arena, table) if "stream_weights" in arena else None
-
-        self._overlap, self._summed = overlap, 0
-        # Where the gradients of each block end. All before are finished with it.
+        # The backward pass finishes the blocks in the order of the flat arrays: these are their ends.
         self._block_ends = {p.layer: p.offset + p.runs * RUN for p in table if p.name.startswith("blocks.")}
+        self._overlap = overlap
+        self._summed = 0  # the gradients before this element have been summed by the last micro-step
 
-    def overlaps(self, last: bool) -> bool:
-        """Whether the next micro-step, the update's last or not, sums finished gradients."""
+    def begin_micro_step(self, last: bool) -> bool:
+        """Whether this micro-step must call sum_block; only the last one of an update ever does."""
         if last and self._overlap:
             self._summed = self._block_ends[0]
-            return True
-        return False
+        return last and self._overlap
 
     def sum_block(self, layer: int) -> None:
-        """Starts to sum what the backward pass has finished with a block."""
-        begin = self._block_ends.get(layer + 1, 0)
+        """Starts to sum the gradients that the backward pass has finished with this block."""
+        self._reduce(self._block_ends.get(layer + 1, 0), self._block_ends[layer])
+
+    def _reduce(self, begin: int, end: int) -> None:
+        """Starts to sum the gradients of a range, each on the rank that sums it."""
         for root, (start, stop) in enumerate(pairwise(self._split.summed)):
-            part = slice(max(start, begin), min(stop, self._block_ends[layer]))
+            part = slice(max(start, begin), min(stop, end))
             if part.start < part.stop:
                 self.ranks.reduce(self._gradients[part], root)
 
@@ -68,14 +70,13 @@ class DataParallel:
 
     def sum_gradients(self) -> None:
         """Sums gradients, losses and FP8 maxima over all ranks."""
-        gradients, begin, self._summed = self._gradients, self._summed, 0
-        if begin:
-            for root, (start, stop) in enumerate(pairwise(self._split.summed)):
-                if max(start, begin) < stop:
-                    self.ranks.reduce(gradients[max(start, begin) : stop], root)
+        gradients = self._gradients
+        if self._summed:
+            self._reduce(self._summed, self._split.size)
             self.ranks.join()
         else:
             self.ranks.reduce_scatter(gradients, self._split.summed)
+        self._summed = 0
         if not self._split.sharded:
             self.ranks.all_gather(gradients, self._split.summed)
         self.ranks.sum(self._arena.whole("nll_sums"))

@@ -157,9 +157,10 @@ class Engine:
         current_scaling = bool(self._fp8_weights) and self._step == 0
         if self.ops.fp8:
             self.ops.fp8.set_current_scaling(current_scaling)
+        overlap = self._parallel.begin_micro_step(last)
         self.ops.replay(
             self._graphs,
-            ("micro_step", tokens.shape, is_first, current_scaling, overlap := self._parallel.overlaps(last)),
+            ("micro_step", tokens.shape, is_first, current_scaling, overlap),
             lambda: self._forward_backward(tokens, start, *inputs, accumulate=not is_first, overlap=overlap),
         )
 
