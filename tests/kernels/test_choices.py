@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("cupy")
+
 from kernels.cuda.runtime import choices
 
 
