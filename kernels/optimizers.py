@@ -1,6 +1,7 @@
 """The optimizers: a class each, with its constants, its buffers, and how it is applied.
 
-A new optimizer is a class here and a line in OPTIMIZERS; its update is an operation (kernels/ops.py).
+A new optimizer is a class here and a line in OPTIMIZERS; its update is an operation (kernels/ops.py). Its
+constants are AdamW's fields, whose values come from conf/pretrain and conf/sft, never from a default here.
 """
 
 import math
@@ -179,7 +180,10 @@ class Muon(AdamW):
         return f"Muon for {sum(p.size for p in table if p.in_block):,} of "
 
 
-OPTIMIZERS = {"adamw": AdamW, "muon": Muon}
+OPTIMIZERS: dict[str, type[AdamW]] = {
+    "adamw": AdamW,
+    "muon": Muon,
+}
 
 
 def own_arrays(arena: Arena, split: Split) -> tuple[Array, Array, Array | None]:
