@@ -69,6 +69,8 @@ def _of_sockets(environment: Mapping[str, str]) -> tuple[int, int, int, str, int
         raise ValueError("MASTER_ADDR: expected the address of the machine of rank 0, got nothing")
     job = _number(environment, "SLURM_JOB_ID", 0)
     port = _number(environment, "MASTER_PORT", DEFAULT_PORT + job % 10_000)
+    if "TORCHELASTIC_RUN_ID" in environment:
+        port += 1  # torchrun itself listens on MASTER_PORT
     return rank, size, _number(environment, names[2], rank), host, port
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from kernels.ranks import ALONE
 from stages.fingerprint import REPOSITORY
-from stages.ranks import gpus
+from stages.ranks import gpus, join
 from stages.ranks.gpus import check_divides, for_stage, for_training, unused
 from stages.ranks.join import first_host, is_rank, open_link
 from stages.ranks.sockets import SocketLink
@@ -99,6 +99,21 @@ def test_environments() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             open_link(broken)
+
+
+# torchrun listens on MASTER_PORT itself: rank 0 could not. SLURM gives no port: jobs on one machine need
+# different ones.
+def test_ports() -> None:
+    by_hand = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "29400"}
+    step = {
+        "SLURM_PROCID": "3",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+    }
+    assert join._of_sockets(by_hand) == (1, 2, 0, "a", 29400)
+    assert join._of_sockets({**by_hand, "TORCHELASTIC_RUN_ID": "x"}) == (1, 2, 0, "a", 29401)
+    assert join._of_sockets({**step, "SLURM_JOB_ID": "20007"}) == (3, 4, 1, "n1", 29507)
 
 
 def test_first_host() -> None:
