@@ -1,4 +1,4 @@
-"""Choice of the device: the operations of the CPU, or of a GPU."""
+"""Choice of the device: the operations and the collectives of the CPU, or of a GPU."""
 
 import ctypes
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 from kernels.config import Numerics
 from kernels.cpu import CpuOps
 from kernels.ops import Ops
+from kernels.ranks import Link, OneRank, Ranks
 
 DEVICES = ("auto", "cpu", "cuda")
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
@@ -50,6 +51,21 @@ def open_ops(
             "python -m pip install cupy-cuda13x -r requirements-cuda.lock; or set it to cpu"
         ) from None
     return CudaOps(numerics, index)
+
+
+def open_ranks(link: Link, ops: Ops) -> Ranks:
+    """The collectives for arrays of the device of these operations.
+
+    Raises:
+        ValueError: several GPUs without NCCL, or NCCL does not connect them.
+    """
+    if link.size == 1:
+        return OneRank(link)
+    if ops.name == "cpu":
+        return Ranks(link)
+    from kernels.cuda.nccl import NcclRanks
+
+    return NcclRanks(link, ops)
 
 
 def gpu_visible() -> bool:

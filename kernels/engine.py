@@ -19,7 +19,7 @@ from kernels.batch import Batch, HeadScores, Update, head_targets, validate_batc
 from kernels.config import ModelConfig, Numerics
 from kernels.data_parallel import DataParallel
 from kernels.decoding import Decoder
-from kernels.devices import open_ops
+from kernels.devices import open_ops, open_ranks
 from kernels.fp8 import fp8_weights
 from kernels.memory import check_fits, plan, report
 from kernels.model import Transformer
@@ -27,7 +27,7 @@ from kernels.ops import Ops
 from kernels.optimizers import AdamW
 from kernels.parameters import flattened, initial_weights, named, parameter_table
 from kernels.parts.tensors import Tensors
-from kernels.ranks import ALONE, Link, open_ranks
+from kernels.ranks import ALONE, Link
 
 Array = np.ndarray[Any, Any]
 

@@ -9,7 +9,7 @@
 
 A flat array is cut at `bounds`: rank r's own part is flat[bounds[r] : bounds[r + 1]]. All ranks call the same
 collectives in the same order. A `Link` connects the processes. `Ranks` are the collectives for arrays of the
-host. kernels/cuda/nccl.py has those for arrays of the GPU.
+host. kernels/cuda/nccl.py has those for arrays of the GPU; kernels/devices.py chooses.
 
 Determinism: sums add the ranks' arrays in the order of the ranks, so all ranks get the same bits, whatever
 the bounds.
@@ -22,8 +22,6 @@ from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-
-from kernels.ops import Ops
 
 Array = np.ndarray[Any, Any]
 Item = TypeVar("Item")
@@ -213,14 +211,3 @@ def _add_up(total: Array, parts: Sequence[Array]) -> None:
     for part in parts[1:]:
         result += part
     total[...] = result
-
-
-def open_ranks(link: Link, ops: Ops) -> Ranks:
-    """The collectives for arrays of this device."""
-    if link.size == 1:
-        return OneRank(link)
-    if ops.name == "cpu":
-        return Ranks(link)
-    from kernels.cuda.nccl import NcclRanks
-
-    return NcclRanks(link, ops)
