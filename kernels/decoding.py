@@ -18,9 +18,11 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class _Sampler:
-    """Samples a token after each row of logits (count, Vp); equal samplers start the same kernels."""
+    """Samples a token after each row of logits (count, Vp). It is part of a graph's key: equal samplers
+    launch the same kernels.
+    """
 
-    suppressed: int  # ids that are not sampled, in the cache's buffer
+    suppressed_count: int  # how many ids, in the cache's buffer, are not sampled
     temperature: float
     top_k: int
     top_p: float
@@ -117,8 +119,8 @@ class Decoder:
         self, position: int, cache: KVCache, uniform: Array, suppressed: Array, *, temperature: float,
         top_k: int, top_p: float,
     ) -> NDArray[np.int32]:  # fmt: skip
-        """A token sampled by each of heads 1 .. K - 1, (K - 1,): head k guesses the token k + 1 after
-        `position`.
+        """A token sampled by each of heads 1 .. K - 1, (K - 1,): head k guesses the token k + 1
+        places after `position`.
 
         Args:
             position: index among the positions after which the last `sample_next` with this cache sampled.
@@ -154,8 +156,8 @@ class Decoder:
 
     def _sample(self, logits: Array, cache: KVCache, slot: int, sampler: _Sampler) -> None:
         ops, memory, count = self._model.tensors.ops, cache.token_io.device, len(logits)
-        if sampler.suppressed:
-            ops.suppress_tokens(logits, memory.view("suppressed", (sampler.suppressed,)))
+        if sampler.suppressed_count:
+            ops.suppress_tokens(logits, memory.view("suppressed", (sampler.suppressed_count,)))
         ops.sample(
             tokens_view(memory, count, 1 - slot), logits, memory.view("uniform", (count,), slot),
             vocab_size=self._config.vocab_size, temperature=sampler.temperature, top_k=sampler.top_k,
@@ -197,8 +199,8 @@ class Decoder:
         return self._arena.rows("logits", batch * last)
 
     def _logits(self, cache: KVCache, shape: tuple[int, ...], last: int, slot: int, *, fused: bool) -> Array:
-        """The pass itself. `branch` keeps the final norm of the positions whose logits are made, for
-        draft.
+        """The pass itself. It leaves the final norm's output in the buffer `branch`, where
+        sample_drafts reads it.
         """
         ops, model, (batch, count) = self._model.tensors.ops, self._model, shape
         inputs = cache.token_io.device.view("inputs", (1 + 2 * batch * count,), slot)

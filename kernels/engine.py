@@ -1,7 +1,8 @@
 """The engine: one model on one device, with its parameters, gradients, optimizer state and activations.
 
-One update is micro_step x n, reduce, update. Gradients accumulate over the micro-steps. The weight of each
-position in the loss depends on the whole update, so it is known before the first. One thread uses an engine.
+One update is micro_step x n, reduce, update. Gradients accumulate over the micro-steps. The loss is divided
+by the weights of the whole update, so the caller sums those before the first (head_scale). One thread uses an
+engine.
 
 Ranks have an engine each, and make micro-steps of their own batches. They call __init__, load, reduce,
 update, state, load_state, weights and first_nonfinite together.

@@ -29,7 +29,7 @@ def block_weights(table: list[Parameter]) -> list[Parameter]:
     """The weights of the blocks' linear layers, with offsets in flat arrays of their own."""
     found: list[Parameter] = []
     for p in table:
-        if p.in_block:
+        if p.is_block_matrix:
             offset = found[-1].offset + found[-1].runs * RUN if found else 0
             found.append(replace(p, offset=offset))
     return found

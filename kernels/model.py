@@ -19,8 +19,8 @@ from kernels.parts.tensors import Tensors
 
 Array = np.ndarray[Any, Any]
 
-# The buffer of the residual stream that each norm reads: before attention, before the MLP, and before the
-# last norm.
+# The buffer with the stream at each norm (before attention, before the MLP, at the end): the fused residual
+# addition writes it, and the norm's backward pass reads it.
 STREAM_OF = {"norm1": "residual1", "norm2": "residual2", "norm": "residual"}
 
 
@@ -204,8 +204,8 @@ class Transformer:
         dout: Array,
         branch_linear: str | None,
     ) -> None:
-        """The gradient of the stream that the norm read, dresidual added, and of the bias that was added to
-        it.
+        """dinp = dresidual + the gradient through the norm. Adds the gradients of the norm's parameters, and
+        of the bias of `branch_linear`.
         """
         t, (stream, _, saved) = self.tensors, self._norm_buffers(norm, layer, dout.shape[0])
         dweights, weight = (

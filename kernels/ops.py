@@ -17,7 +17,7 @@ from kernels.config import ModelConfig
 Array = np.ndarray[Any, Any]
 # A linear layer's weight: an array, or the handle of an FP8 weight (Fp8Ops.fp8_weight).
 Weight = Any
-# The recorded work of one owner, see Ops.replay: graphs are collected with their owner.
+# The recorded work of one owner, see Ops.replay: graphs are freed with their owner.
 Graphs = Any
 
 
@@ -129,6 +129,7 @@ class Ops(Protocol):
     def cross_entropy_forward(
         self, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int
     ) -> None: ...
+    # dlogits hold the logits on entry.
     def cross_entropy_backward(
         self, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int
     ) -> None: ...

@@ -130,7 +130,7 @@ class Muon(AdamW):
         """Between matrices, so that the ranks have about the same work."""
         pieces: list[tuple[int, float]] = []
         for p in table:
-            if p.in_block:
+            if p.is_block_matrix:
                 pieces.append((p.runs * RUN, _muon_seconds(*p.shape)))
             else:
                 for start in range(0, p.runs, PIECE_RUNS):
@@ -155,7 +155,7 @@ class Muon(AdamW):
         return super().buffers(config, split, dtype, storage) + scratch
 
     def skips(self, p: Parameter) -> bool:
-        return p.in_block
+        return p.is_block_matrix
 
     def apply(
         self, ops: Ops, arena: Arena, config: ModelConfig, split: Split, grad_norm: Array, lr: Array,
@@ -177,7 +177,7 @@ class Muon(AdamW):
             )  # fmt: skip
 
     def describe(self, table: list[Parameter]) -> str:
-        return f"Muon for {sum(p.size for p in table if p.in_block):,} of "
+        return f"Muon for {sum(p.size for p in table if p.is_block_matrix):,} of "
 
 
 OPTIMIZERS: dict[str, type[AdamW]] = {
@@ -236,14 +236,14 @@ def owned_matrices(config: ModelConfig, own: slice) -> list[Matrices]:
 def block_matrices(config: ModelConfig) -> list[Matrices]:
     """The blocks' weight matrices; queries, keys, values, gate and up are matrices of their own.
 
-    Muon equalizes the singular values of a matrix. Those of a stack belong to no map that the model applies:
-    equalizing them would trade the size of the values for that of the queries, say.
+    Muon equalizes the singular values of a matrix. A stack such as [Wq; Wk; Wv] is not one linear map of the
+    model: orthogonalized together, a larger Wq would shrink Wv.
     """
     c = config
     splits = {"qkv": (c.dim, c.kv_dim, c.kv_dim), "up": MLPS[c.mlp].muon_splits(c)}
     blocks = [p for p in parameter_table(config) if p.name.startswith("blocks.")]
     first, stride, found = blocks[0].offset, sum(p.runs for p in blocks) * RUN // c.layers, []
-    for p in filter(lambda p: p.in_block, blocks[: len(blocks) // c.layers]):
+    for p in filter(lambda p: p.is_block_matrix, blocks[: len(blocks) // c.layers]):
         begin, width = p.offset - first, p.shape[1]
         for rows, alike in groupby(splits.get(p.part, p.shape[:1])):
             count = len(list(alike))

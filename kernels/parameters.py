@@ -52,7 +52,7 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
-    def in_block(self) -> bool:
+    def is_block_matrix(self) -> bool:
         """Whether it is the weight of a block's linear layer."""
         return self.linear and self.name.startswith("blocks.")
 
@@ -128,7 +128,7 @@ def stream_parameters(table: list[Parameter]) -> list[Parameter]:
     """
     found: list[Parameter] = []
     for p in table:
-        if not p.in_block and p.name != "head.weight":
+        if not p.is_block_matrix and p.name != "head.weight":
             offset = found[-1].offset + found[-1].runs * RUN if found else 0
             found.append(replace(p, offset=offset))
     return found

@@ -38,7 +38,7 @@ class Mlp(Protocol):
     def backward(
         self, t: Tensors, block: str, i: int, dinp: Array, dout: Array, inp: Array, *, accumulate: bool
     ) -> None:
-        """dinp and the weights' gradients from dout; these are overwritten unless `accumulate`."""
+        """dinp and the weights' gradients from dout; the latter are overwritten unless `accumulate`."""
 
 
 class Swiglu:

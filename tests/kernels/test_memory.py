@@ -196,7 +196,7 @@ def test_a_rank_holds_its_part(optimizer: str) -> None:
         )  # Muon cuts between matrices
     for name in ("weights", "gradients"):
         assert bytes_of[1][name] == pytest.approx(bytes_of[0][name], rel=0.01)
-    stream = 4 * sum(p.size for p in parameter_table(config) if not p.in_block)
+    stream = 4 * sum(p.size for p in parameter_table(config) if not p.is_block_matrix)
     assert bytes_of[1]["stream_weights"] == pytest.approx(stream, rel=0.01)
     assert "stream_weights" not in bytes_of[0]
     whole, part = (total_bytes(plan_of(ranks)) for ranks in (1, 4))

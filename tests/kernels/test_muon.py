@@ -253,7 +253,7 @@ def test_each_parameter_by_its_optimizer(name: str) -> None:
     grads, start = before.gradients(), before.state()
     norm = float(np.sqrt(sum((grad**2).sum() for grad in grads.values())))
     states = [train(make(name, optimizer, dtype=np.float64), name, 1) for optimizer in ("adamw", "muon")]
-    for p in (p for p in table if not p.in_block):
+    for p in (p for p in table if not p.is_block_matrix):
         for key in ("parameters", "exp_avg", "exp_avg_sq"):
             assert_same_bits(*(named(state[key], [p]) for state in states))
     flat = np.zeros(flat_size(table))
@@ -313,5 +313,5 @@ def test_plan_counts_the_scratch(name: str) -> None:
     )
     assert adamw == muon
     assert "\n  muon  " in make(name, "muon").plan_report()
-    count = sum(p.size for p in parameter_table(config) if p.in_block)
+    count = sum(p.size for p in parameter_table(config) if p.is_block_matrix)
     assert f"; Muon for {count:,} of " in make(name, "muon").describe()

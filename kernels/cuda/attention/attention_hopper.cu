@@ -16,8 +16,8 @@
 //     V of a section fit in L2.
 // Masking: key tiles that no query attends to are skipped. Only tiles on a border are masked element by
 //     element. TMA reads rows past the end of a sequence as zeros and does not store them.
-// Precision: bf16 operands, fp32 accumulators; softmax and lse in fp32. p is rounded to bf16 as an operand,
-//     out once. exp is 2^x with log2(e) / sqrt(D) folded into the scale.
+// Precision: bf16 operands, fp32 accumulators; softmax and lse in fp32. p is rounded to bf16 as an operand;
+//     out is rounded once. exp is 2^x with log2(e) / sqrt(D) folded into the scale.
 // Determinism: every sum has a fixed order. The atomics decide which block computes a tile, not what.
 // Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), sections 3.1 and 3.2. The design and what
 //     else was timed: docs/kernels/attention.md. Tile sizes and register counts: not tuned.
@@ -27,7 +27,7 @@
 // Of a thread's KEY_TILE / 2 exponentials of a tile, those computed before PV is waited
 // for. At D = 64, 48 are 1 to 3 % faster than 32 (kernels/NOTES.md, 2026-11-30).
 constexpr int EARLY_EXPONENTIALS = KEY_TILE / 2 * 3 / 4;
-// Named barriers, one per warpgroup each: may compute its exponentials; its own threads.
+// Named barriers of each warpgroup: its turn at the exponentials; a sync of its own threads.
 constexpr int SOFTMAX_BARRIER = 1, WARPGROUP_BARRIER = SOFTMAX_BARRIER + CONSUMERS;
 constexpr float LN_2 = 0.6931471805599453f;
 static_assert(CONSUMERS == 2, "ping-pong is between two warpgroups");

@@ -16,7 +16,7 @@
 // dbias: the consumers and the dq writers store column sums to partial (B, key tiles, CONSUMERS, width of
 //     dqkv), unless it is null. sum_rows.cu adds its rows.
 // Precision: bf16 operands, fp32 accumulators; exp2, lse and delta in fp32. p and ds are rounded to bf16 as
-//     operands; ds is computed from the rounded p. partial sums dk and dv after rounding, dq before.
+//     operands; ds is computed from the rounded p. dbias sums dk and dv after they are rounded, dq before.
 // Determinism: dq_semaphore fixes the order of dq's sums. Without `ordered` only the first and the last
 //     contribution to a dq tile keep their places. The tile counter decides who computes, not what.
 // Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), section 3 and algorithm 3 of its
@@ -64,7 +64,7 @@ void gemm_dkv(float (&acc)[D_TILES][32], const unsigned (&a_frag)[K_STEPS][4], u
     wgmma_commit();
 }
 
-// Issues dq = dS K. Both tiles have their rows along K, the keys.
+// Issues dq = dS K. A row of either tile is one key, the index summed over: both are MN-major.
 inline void gemm_dq(float (&dq)[32], unsigned long long ds_desc, unsigned long long k_desc) {
 #pragma unroll
     for (int k = 0; k < KEY_TILE / 16; k++)

@@ -223,8 +223,8 @@ const WorkTile& wait_work_tile(const SmemLayout<HEAD_DIM>& smem, unsigned tile_i
     return smem.work_tiles[tile_iter % WORK_TILE_SLOTS];
 }
 
-// Warp: arrives at kv_empty. The producer may load the next
-// K/V once all consumer and dq-writer warps have arrived.
+// Warp: arrives at kv_empty. At D = 128 the producer may then overwrite K and V. At D = 64 buffers rotate,
+// and the arrival only says that the warp has seen kv_full's phase, so that the next phase may complete.
 template <int HEAD_DIM>
 void release_kv(const SmemLayout<HEAD_DIM>& smem) {
     __syncwarp();  // all lanes have seen kv_full's phase, so the next phase may complete

@@ -25,7 +25,7 @@ inline WorkTile work_tile_at(int number, int tiles, int heads, int batch, int se
     return {first, pair % heads, b, start[(long long)b * length + first] / KEY_TILE};
 }
 
-// Byte addresses in shared memory: q of two work tiles, out of one, STAGES tiles of k and of v.
+// Byte addresses in shared memory: two buffers of q, one of `out`, STAGES each of k and v.
 template <int HEAD_DIM, int STAGES>
 struct SmemLayout {
     static constexpr int WARPGROUP_BYTES = WARPGROUP_ROWS * HEAD_DIM * 2;

@@ -21,7 +21,8 @@ def decode_attention_forward(
 
     Precision: fp32 arithmetic, one rounding to T at the store of out.
     Determinism: bitwise repeatable. The splits, and so the last bits, depend on B, n, length, context, GPU.
-    Cost: reads the cached keys and values H / KV times, from L2 all but once, whatever the context is.
+    Cost: reads each cached key and value H / KV times, once from DRAM and otherwise from L2. It depends on
+        `length`, not on the capacity `context`.
     Workspace: 2 + D floats for each split of each token and head.
     """
     batch, count, heads, head_dim = out.shape

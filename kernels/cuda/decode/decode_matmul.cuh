@@ -122,7 +122,7 @@ struct Layers {
 //
 // Tags: results of matmul n are published with tag 1 + n. So its inputs, from the matmul before, carry tag n:
 //
-//     phase       polls for                          publishes                    n = 4 layer +
+//     phase       polls for                          publishes                    n - 4 layer  
 //     qkv         stream (embedding in layer 0)      qkv                          0
 //     attention   qkv                                splits, with proj's tag      1
 //     proj        splits, with its own tag           stream                       1

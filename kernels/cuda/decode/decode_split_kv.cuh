@@ -12,7 +12,7 @@
 //
 // Overlap: keys of the cache were written by earlier launches. So the first of them are loaded before the
 //          block polls for the query.
-// Determinism: multiply-adds are written out, see decode_step.cu.
+// Determinism: every multiply-add is an explicit fmaf, see decode_step.cu.
 // Source: the combination of splits, Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 #pragma once
 

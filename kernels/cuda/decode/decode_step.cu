@@ -16,8 +16,8 @@
 // Block: outputs are partitioned across blocks (decode_model.cuh). Each block recomputes all input rows.
 // Thread: the owner of a stream element keeps it in a register, and adds the proj and down outputs to it.
 // Precision: bf16 MMAs, fp32 sums, fp32 stream. Norms, attended, qkv, act and results are rounded to bf16.
-// Determinism: sums have a fixed order, which depends on model, GPU and position, not on ROWS. Multiply-adds
-//              are written out: the compiler would contract them differently for other ROWS.
+// Determinism: sums have a fixed order, which depends on model, GPU and position, not on ROWS. Every
+//              multiply-add is an explicit fmaf: the compiler would contract them differently for other ROWS.
 // Design: docs/kernels/one_launch_token.md
 
 #include "activation.cuh"
@@ -68,7 +68,7 @@ void broadcast_inputs(int* inputs, Word* words, int input, unsigned tag) {
     __syncthreads();  // separates the writes of `inputs` from all reads
 }
 
-// The rotation of the thread's pair of qkv. It is left as it is if the pair is not rotated.
+// The rotation of the thread's pair of qkv. It stays at the caller's 1, 0 if the pair is not rotated.
 template <typename M, int ROWS>
 void load_rotation(float& cosine, float& sine, const float* table, const int* positions) {
     constexpr int HEAD_DIM = M::HEAD_DIM, ROTATED = (M::HEADS + M::KV_HEADS) * HEAD_DIM;

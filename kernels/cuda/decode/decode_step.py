@@ -44,15 +44,17 @@ def decode_step(
         tokens, start: (B, n) int32, as in embedding_forward; every element of start is -length.
         length: () int32, the number of cached tokens. It may lie in host memory, as may tokens and start.
         keys, values: (layers, B, context, KV, D) bf16, in/out.
-        weights: by name, what matmuls read: bf16. Those of successive layers lie at one distance.
-        parameters: by name, what norms and embeddings read: fp32, at the same distance in elements.
+        weights: by name, what matmuls read: bf16. The stride from a layer's
+            tensor to the next layer's is the same for all.
+        parameters: by name, what norms and embeddings read: fp32, with the same stride in elements.
         head: (Vp, C) bf16.
         table: of RoPE, or None.
 
     Precision: bf16 MMAs with fp32 sums; fp32 stream. All else that a matmul reads, and the results, are bf16.
     Determinism: bitwise repeatable on one GPU; the bits of a row do not depend on the number of rows.
-    Cost: reads each weight once, and the cached keys and values H / KV times, from L2 all but once. The
-        model's sizes are template arguments: each model and number of rows is compiled by itself.
+    Cost: reads each weight once, and each cached key and value H / KV times, once from DRAM and otherwise
+        from L2. The model's sizes are template arguments: each model and number of rows is compiled by
+        itself.
     Memory: the device keeps a buffer of 8 bytes for each word that blocks exchange.
     """
     c = config
@@ -90,7 +92,8 @@ def decode_step(
 def fused_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int:
     """The most rows that decode_step takes of this model: MAX_ROWS, or 0 if it does not take the model.
 
-    It takes up to MAX_ROWS or none, so the bits of a row do not depend on the number of rows. It refuses:
+    A model that fits only with fewer rows is refused: otherwise the kernel, and so the bits, would depend on
+    the number of rows. It also refuses:
         - a precision other than bf16, or a width that TILE does not divide;
         - a matmul with more output pairs in one block than the block has threads;
         - weights and rows of one block that exceed the shared memory of a multiprocessor.

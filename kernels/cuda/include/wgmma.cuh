@@ -12,7 +12,8 @@
 // d[4 j + e] is of row g (g + 8 for e >= 2) and column 8 j + 2 t (one more for odd e).
 //
 // An operand in shared memory is given by a descriptor of its tile. It is K-major by default: a row of the
-// tile is a row of a or a column of b. It is MN-major if the tile's rows run along K.
+// tile is a row of a or a column of b. It is MN-major if a tile row is one k:
+// its 64 elements lie along M or N.
 //
 // wgmma is asynchronous. From its issue to wgmma_wait its registers and tiles must not be touched.
 // warpgroup_fence_operand keeps the compiler from moving reads of an accumulator above the wait.
