@@ -91,7 +91,7 @@ class Decoder:
         """
         _require_free(cache)
         _suppress(suppressed, cache)
-        ops, read = self._model.tensors.ops, cache.length
+        ops, kept_length = self._model.tensors.ops, cache.length
         cache.in_use = True
 
         def passes() -> Iterator[tuple[int, int, Any]]:
@@ -108,12 +108,12 @@ class Decoder:
                     return
                 slot, length, event = launched.popleft()
                 ops.synchronize(event)
-                sampled, read = sampled_tokens(cache, len(tokens), slot), length
+                sampled, kept_length = sampled_tokens(cache, len(tokens), slot), length
                 yield sampled
         finally:
             ops.synchronize()  # a running pass would write into buffers that the next user fills
             cache.in_use = False
-            cache.truncate(read)
+            cache.truncate(kept_length)
 
     def sample_drafts(
         self, position: int, cache: KVCache, uniform: Array, suppressed: Array, *, temperature: float,

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(512)
     RowQueue<T, SIZE, VECTORS, 1> queue(smem, residual, {branch}, rows, dim, stages);
     for (; queue.row < rows; queue.next()) {
         queue.wait();
-        const Row<float, SIZE, VECTORS> x = next_stream(queue, residual_out, branch_bias);
+        const Row<float, SIZE, VECTORS> x = add_branch(queue, residual_out, branch_bias);
         Row<float, SIZE, VECTORS> w;
         w.load(weight, dim);  // hits L1; keeping it across rows would need too many registers
         float square_sum = 0.0f;

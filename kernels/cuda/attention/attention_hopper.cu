@@ -58,7 +58,7 @@ inline void apply_mask(float (&s)[KEY_TILE / 2], int row, int first_key, const i
 // Online softmax: updates the running maximum of the lane's two rows, in log2 units, and rescales their
 // running sums. `rescale` is 2^(old maximum - new maximum), the factor for the output accumulators.
 inline void update_row_max(const float (&s)[KEY_TILE / 2], float (&row_max)[2], float (&row_sum)[2],
-                           float (&rescale)[2], float scale2) {
+                           float (&rescale)[2], float scale_log2) {
     float new_max[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -69,7 +69,7 @@ inline void update_row_max(const float (&s)[KEY_TILE / 2], float (&row_max)[2], 
         // A row is spread over 4 lanes. The warp is converged here.
         tile_max = fmaxf(tile_max, __shfl_xor_sync(ALL_LANES, tile_max, 1));
         tile_max = fmaxf(tile_max, __shfl_xor_sync(ALL_LANES, tile_max, 2));
-        new_max[half] = fmaxf(row_max[half], tile_max * scale2);
+        new_max[half] = fmaxf(row_max[half], tile_max * scale_log2);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -81,10 +81,11 @@ inline void update_row_max(const float (&s)[KEY_TILE / 2], float (&row_max)[2], 
 
 // Replaces scores BEGIN .. END - 1 by their exponentials, and adds these to the rows' sums.
 template <int BEGIN, int END>
-void exponentials(float (&s)[KEY_TILE / 2], const float (&row_max)[2], float (&row_sum)[2], float scale2) {
+void exponentials(float (&s)[KEY_TILE / 2], const float (&row_max)[2], float (&row_sum)[2],
+                  float scale_log2) {
 #pragma unroll
     for (int i = BEGIN; i < END; i++) {
-        s[i] = exp2_approx(s[i] * scale2 - row_max[i / 2 % 2]);
+        s[i] = exp2_approx(s[i] * scale_log2 - row_max[i / 2 % 2]);
         row_sum[i / 2 % 2] += s[i];
     }
 }
@@ -175,10 +176,11 @@ void consumer(const SmemLayout<HEAD_DIM, STAGES>& smem, const TensorMap& out_map
     const int own_turn = SOFTMAX_BARRIER + warpgroup, other_turn = SOFTMAX_BARRIER + 1 - warpgroup;
     const unsigned out_tile = smem.out + warpgroup * smem.WARPGROUP_BYTES;
     const unsigned long long k_desc = tile_descriptor(smem.k), v_desc = tile_descriptor(smem.v);
-    const float scale2 = scale * LOG2_E;
+    const float scale_log2 = scale * LOG2_E;
     float s[KEY_TILE / 2] = {}, rescale[2], acc[D_TILES][32] = {};
     unsigned p_frag[KEY_TILE / 16][4];
-    // step and prev_step count key tiles of all work tiles: those of s, and of p_frag.
+    // Running numbers of key tiles over all work tiles: step of the tile whose scores are in s, prev_step of
+    // the one whose p is in p_frag.
     unsigned tile_iter = 0, step = 0, prev_step;
     TileState tile;
     const auto next_work_tile = [&] {
@@ -209,15 +211,15 @@ void consumer(const SmemLayout<HEAD_DIM, STAGES>& smem, const TensorMap& out_map
         warpgroup_fence_operand(s);
         if (lane == 0) arrive(smem.k_empty[step % STAGES]);
         if (tile.needs_mask()) apply_mask(s, tile.row, tile.key_tile * KEY_TILE, tile.doc_begin);
-        update_row_max(s, tile.row_max, tile.row_sum, rescale, scale2);
+        update_row_max(s, tile.row_max, tile.row_sum, rescale, scale_log2);
         // Separates the other warpgroup's exponentials from this one's.
         named_barrier_sync(own_turn, CONSUMERS * WARPGROUP);
-        exponentials<0, EARLY_EXPONENTIALS>(s, tile.row_max, tile.row_sum, scale2);
+        exponentials<0, EARLY_EXPONENTIALS>(s, tile.row_max, tile.row_sum, scale_log2);
         // ptxas hoists the wgmma wait to the last branch before it. This spin loop
         // is that branch: the early exponentials overlap PV, the others follow it.
         wait(smem.v_full[step % STAGES], step / STAGES % 2);
         wait_pending();
-        exponentials<EARLY_EXPONENTIALS, KEY_TILE / 2>(s, tile.row_max, tile.row_sum, scale2);
+        exponentials<EARLY_EXPONENTIALS, KEY_TILE / 2>(s, tile.row_max, tile.row_sum, scale_log2);
         named_barrier_arrive(other_turn, CONSUMERS * WARPGROUP);
     };
 
@@ -229,7 +231,7 @@ void consumer(const SmemLayout<HEAD_DIM, STAGES>& smem, const TensorMap& out_map
     round_probs(p_frag, s);
     for (;;) {
         prev_step = step++;
-        for (tile.key_tile--; tile.key_tile >= tile.work.last_key_tile; tile.key_tile--) {
+        for (tile.key_tile--; tile.key_tile >= tile.work.lowest_key_tile; tile.key_tile--) {
             issue_qk();
             issue_pv();
             wgmma_wait<1>();  // S is complete; PV may be in flight

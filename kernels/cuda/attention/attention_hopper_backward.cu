@@ -26,7 +26,7 @@
 #include "attention_hopper_backward_dq.cuh"
 
 // Causal and document mask of S^T (keys x queries): masked scores become -inf. `key`: the lane's first row,
-// `first_query`: of the tile. Both, and doc_begin, count from the work tile's first key.
+// `first_query`: the query tile's first. All three count from the work tile's first key.
 template <int TILE>
 void apply_mask(float (&s)[TILE / 2], int key, int first_query, const unsigned char* doc_begin) {
 #pragma unroll
@@ -73,24 +73,24 @@ inline void gemm_dq(float (&dq)[32], unsigned long long ds_desc, unsigned long l
     wgmma_commit();
 }
 
-// p = 2^(s * scale2 - lse2), rounded to the fragments of P^T.
+// p = 2^(s * scale_log2 - lse2), rounded to the fragments of P^T.
 template <int K_STEPS>
 void scores_to_probs(float (&s)[8 * K_STEPS], unsigned (&p_frag)[K_STEPS][4], const float* lse,
-                     float scale2) {
+                     float scale_log2) {
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
 #pragma unroll
         for (int i = 8 * k; i < 8 * k + 8; i += 4) {
             const float2 lse2 = *reinterpret_cast<const float2*>(lse + i * 2);
 #pragma unroll
-            for (int e = i; e < i + 4; e++) s[e] = exp2_approx(s[e] * scale2 - (e % 2 ? lse2.y : lse2.x));
+            for (int e = i; e < i + 4; e++) s[e] = exp2_approx(s[e] * scale_log2 - (e % 2 ? lse2.y : lse2.x));
         }
         round_fragment(p_frag[k], s, k);
     }
 }
 
-// ds = p (dp - delta), in place, without the factor 1 / sqrt(D). p is read from its rounded fragments: the
-// registers do not hold the unrounded p as well.
+// ds = p (dp - delta), in place, without the factor 1 / sqrt(D). p is read from its rounded fragments:
+// to keep the unrounded p as well would take too many registers.
 template <int K_STEPS>
 void probs_to_ds(float (&dp)[8 * K_STEPS], const unsigned (&p_frag)[K_STEPS][4], const float* row_delta) {
 #pragma unroll
@@ -156,8 +156,8 @@ void store_dkv(float (&dk)[D_TILES][32], float (&dv)[D_TILES][32], const TensorM
         tma_store_rows<HEAD_DIM>(dqkv_map, dv_tile, k_head + kv_heads, first, work.b);
     }
     if (!partial) return;
-    // WAR: these buffers are written again only after all warps have read them. With KV_ALIASES_DS the next
-    // work tile's first DS_BARRIER guarantees it, otherwise release_kv.
+    // WAR: these buffers are written again only after all warps have read them. With KV_ROTATES_WITH_DS the
+    // next work tile's first DS_BARRIER guarantees it, otherwise release_kv.
     float* sums =
         work.partial_row(partial, warpgroup, length, (heads + 2 * kv_heads) * HEAD_DIM) + k_head * HEAD_DIM;
 #pragma unroll
@@ -177,7 +177,7 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
     // From the warp-uniform warp_number(): tile addresses then stay in uniform registers.
     const int warpgroup = warp_number() * WARP / WARPGROUP, first_row = warpgroup * WARPGROUP_ROWS;
     const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP;
-    const float scale2 = scale * LOG2_E;
+    const float scale_log2 = scale * LOG2_E;
     const float* lse_delta = reinterpret_cast<float*>(smem_base + (smem.lse_delta - smem.kv));
     const unsigned char* doc_begins = smem_base + (smem.doc_begin - smem.kv);
     float s[TILE / 2] = {}, dp[TILE / 2] = {}, dq[32] = {};  // 0: wgmma's accumulators are inputs too
@@ -200,10 +200,10 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
             tile_descriptor(k_buffer + (D_TILES == 2) * warpgroup * K_D_TILE_BYTES);
         float dk[D_TILES][32] = {}, dv[D_TILES][32] = {};
         issue_scores(k_desc);
-        if (KV_ALIASES_DS<HEAD_DIM>) {
+        if (KV_ROTATES_WITH_DS<HEAD_DIM>) {
             release_kv(smem);
-            // WAR: the second step's ds goes to the buffer from which the previous dk and dv are stored. The
-            // first step's DS_BARRIER passes this wait on. After a single step q_empty does, to the producer.
+            // WAR: the second step's ds, or after a single step the next K and V, go to the buffer from which
+            // dk and dv are stored. DS_BARRIER passes this wait on, or q_empty to the producer.
             if (thread == 0) bulk_wait_read();
         }
         wait(smem.kv_full[1], tile_iter % 2);
@@ -219,10 +219,10 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
             wgmma_fence();
             gemm_scores<HEAD_DIM>(dp, v_desc, dout_tile);
             const unsigned char* doc_begin = doc_begins + stage * TILE;
-            // At D = 128 warpgroup 1's first scores are all masked. dQ needs the zeros of dS.
+            // At D = 128 warpgroup 1's first scores are all masked, but dQ reads the zeros of its dS.
             if (query < first_row + WARPGROUP_ROWS - 1 || doc_begin[TILE - 1] > first_row)
                 apply_mask<TILE>(s, first_row + thread / WARP * 16 + lane / 4, query, doc_begin);
-            scores_to_probs(s, a_frag, row_lse, scale2);
+            scores_to_probs(s, a_frag, row_lse, scale_log2);
             wgmma_fence();
             gemm_dkv(dv, a_frag, dout_tile);
             wgmma_wait<1>();  // dP^T is complete; dV may be in flight
@@ -260,7 +260,7 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
         wgmma_wait<0>();  // nothing is in flight, but ptxas does not know it after a loop
         store_dkv<HEAD_DIM>(dk, dv, dqkv_map, partial, k_buffer, v_buffer, work, length, heads, kv_heads,
                             scale);
-        if (!KV_ALIASES_DS<HEAD_DIM>) {
+        if (!KV_ROTATES_WITH_DS<HEAD_DIM>) {
             if (thread == 0) bulk_wait_read();  // the stores have read dk and dv from the K+V buffer
             release_kv(smem);
         }

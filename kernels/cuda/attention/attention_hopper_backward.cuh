@@ -11,7 +11,7 @@ constexpr int QUERY_TILE = HEAD_DIM == 64 ? 128 : 64;
 
 // Whether K+V have the size of one ds buffer, as at D = 64. Then K+V and ds rotate through three buffers.
 template <int HEAD_DIM>
-constexpr bool KV_ALIASES_DS = QUERY_TILE<HEAD_DIM> == 2 * HEAD_DIM;
+constexpr bool KV_ROTATES_WITH_DS = QUERY_TILE<HEAD_DIM> == 2 * HEAD_DIM;
 
 constexpr int STAGES = 2;  // of q and dout; not tuned
 // Up to three work tiles are live: prefetched, computed, and in the dq-writer warps. A power of two, so that
@@ -113,7 +113,7 @@ struct RotatingBuffers {
     // The next K+V go to the ds buffer that the last step did
     // not use. dk and dv are staged in the old K+V buffer.
     void next_work_tile() {
-        if (!KV_ALIASES_DS<HEAD_DIM>) return;
+        if (!KV_ROTATES_WITH_DS<HEAD_DIM>) return;
         const unsigned idle = ds;
         next_step();
         kv = idle;

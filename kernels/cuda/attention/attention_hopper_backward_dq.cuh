@@ -12,8 +12,8 @@ void dq_writer(const SmemLayout<HEAD_DIM>& smem, int warpgroup, const unsigned c
                float* dq_sum, int* dq_semaphore, float* partial, const int* start, int length, int heads,
                int kv_heads, bool ordered, float scale) {
     constexpr int TILE = QUERY_TILE<HEAD_DIM>, BYTES = SmemLayout<HEAD_DIM>::DQ_BYTES;
-    // Lanes that write column sums, 4 per row of partial. At D = 64 warpgroup w fills row w. At D = 128 it
-    // alone has its 64 columns and fills them in both rows: row 1 sums the lanes with an odd lane / 4.
+    // Lanes that write column sums, 4 per row of partial. At D = 64 warpgroup w fills row w. At D = 128 a
+    // warp has its 64 columns alone and must fill both rows: even lane / 4 sums to row 0, odd to row 1.
     constexpr int WRITER_LANES = HEAD_DIM == 64 ? 4 : 8;
     const int lane = threadIdx.x % WARP, tiles = (length + TILE - 1) / TILE;
     const int width = (heads + 2 * kv_heads) * HEAD_DIM;

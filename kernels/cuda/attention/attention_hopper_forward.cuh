@@ -7,12 +7,12 @@
 constexpr int QUERY_TILE = CONSUMERS * WARPGROUP_ROWS;
 static_assert(QUERY_TILE == KEY_TILE, "the diagonal of a work tile's queries lies in its first key tile");
 
-// A tile of queries of one head of one sequence. last_key_tile: the lowest key
+// A tile of queries of one head of one sequence. lowest_key_tile: the lowest key
 // tile that they attend to, which comes last. first_query < 0: no work left.
 struct WorkTile {
-    int first_query, head, b, last_key_tile;
+    int first_query, head, b, lowest_key_tile;
 
-    int first_key_tile(int length) const { return (min(first_query + QUERY_TILE, length) - 1) / KEY_TILE; }
+    int highest_key_tile(int length) const { return (min(first_query + QUERY_TILE, length) - 1) / KEY_TILE; }
 };
 
 // Work tile `number` of a longest-first schedule. It runs through the (batch, head) pairs in
@@ -71,7 +71,7 @@ struct TileState {
         doc_begin[0] = starts[min(row, length - 1)];
         doc_begin[1] = starts[min(row + 8, length - 1)];
         last_doc_begin = starts[min(first_row + WARPGROUP_ROWS, length) - 1];
-        key_tile = work.first_key_tile(length);
+        key_tile = work.highest_key_tile(length);
         row_max[0] = row_max[1] = minus_infinity();
         row_sum[0] = row_sum[1] = 0;
     }
@@ -107,7 +107,7 @@ void producer(const SmemLayout<HEAD_DIM, STAGES>& smem, const TensorMap& qkv_map
                                                     qkv_map, smem.q_full[slot], work.head,
                                                     work.first_query + g * WARPGROUP_ROWS, work.b);
         const int k_head = heads + work.head / (heads / kv_heads);
-        for (int tile = work.first_key_tile(length); tile >= work.last_key_tile; tile--, step++) {
+        for (int tile = work.highest_key_tile(length); tile >= work.lowest_key_tile; tile--, step++) {
             const unsigned stage = step % STAGES, parity = step / STAGES % 2;
             const unsigned offset = stage * smem.TILE_BYTES;
             wait(smem.k_empty[stage], parity ^ 1);

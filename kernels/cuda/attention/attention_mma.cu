@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM<HEAD_DIM, ROW_TILES
     cp_async_tile<T, HEAD_DIM, QUERY_TILE>(
         query_tile, qkv + (batch_row + first) * row_stride + head * HEAD_DIM, row_stride, length - first);
     copy(tile);
-    const float scale2 = scale * LOG2_E;
+    const float scale_log2 = scale * LOG2_E;
     float row_max[ROW_TILES][2], row_sum[ROW_TILES][2], acc[ROW_TILES][HEAD_DIM / 8][4] = {};
     if (threadIdx.x < QUERY_TILE)
         doc_begin[threadIdx.x] = start[batch_row + min(first + (int)threadIdx.x, length - 1)];
@@ -96,15 +96,15 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM<HEAD_DIM, ROW_TILES
                     // A row is spread over 4 lanes. The branch above is warp-uniform.
                     new_max = fmaxf(new_max, __shfl_xor_sync(ALL_LANES, new_max, 1));
                     new_max = fmaxf(new_max, __shfl_xor_sync(ALL_LANES, new_max, 2));
-                    const float rescale = exp2_approx((row_max[i][half] - new_max) * scale2);
-                    const float scaled_max = new_max * scale2;
+                    const float rescale = exp2_approx((row_max[i][half] - new_max) * scale_log2);
+                    const float scaled_max = new_max * scale_log2;
                     row_max[i][half] = new_max;
                     row_sum[i][half] *= rescale;
 #pragma unroll
                     for (int j = 0; j < KEY_TILE / 8; j++)
 #pragma unroll
                         for (int e = 2 * half; e < 2 * half + 2; e++) {
-                            p[i][j][e] = exp2_approx(p[i][j][e] * scale2 - scaled_max);
+                            p[i][j][e] = exp2_approx(p[i][j][e] * scale_log2 - scaled_max);
                             row_sum[i][half] += p[i][j][e];
                         }
 #pragma unroll

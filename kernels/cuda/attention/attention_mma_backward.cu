@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM<HEAD_DIM, ROW_TILES
     cp_async_tile<T, HEAD_DIM, QUERY_TILE>(dout_tile, dout + ((batch_row + first) * heads + head) * HEAD_DIM,
                                            heads * HEAD_DIM, length - first);
     copy(tile);
-    const float scale2 = scale * LOG2_E;
+    const float scale_log2 = scale * LOG2_E;
     float row_lse2[ROW_TILES][2], row_delta[ROW_TILES][2], dq[ROW_TILES][HEAD_DIM / 8][4] = {};
     if (threadIdx.x < QUERY_TILE)
         doc_begin[threadIdx.x] = start[batch_row + min(first + (int)threadIdx.x, length - 1)];
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM<HEAD_DIM, ROW_TILES
                 for (int j = 0; j < SUBTILE / 8; j++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        const float p = exp2_approx(s[i][j][e] * scale2 - row_lse2[i][e / 2]);
+                        const float p = exp2_approx(s[i][j][e] * scale_log2 - row_lse2[i][e / 2]);
                         s[i][j][e] = p * (dp[i][j][e] - row_delta[i][e / 2]);
                     }
             gemm_nn<T, HEAD_DIM, ROW_TILES>(dq, s, key_tiles + tile_offset + nn_offset);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : MIN_BLOCKS_PER_S
     };
     int head = kv_head * group, query_tile = first, stage = 0;
     copy(head, query_tile, stage);
-    const float scale2 = scale * LOG2_E;
+    const float scale_log2 = scale * LOG2_E;
     float dk[ROW_TILES][HEAD_DIM / 8][4] = {}, dv[ROW_TILES][HEAD_DIM / 8][4] = {};
     cp_async_wait_all();
     __syncthreads();  // separates the copies of k, v and the first q and dout tiles from their reads
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 2 : MIN_BLOCKS_PER_S
                     for (int i = 0; i < ROW_TILES; i++)
 #pragma unroll
                         for (int e = odd; e < 4; e += 2) {
-                            p[i][j][e] = exp2_approx(p[i][j][e] * scale2 - lse2);
+                            p[i][j][e] = exp2_approx(p[i][j][e] * scale_log2 - lse2);
                             ds[i][j][e] = p[i][j][e] * (ds[i][j][e] - query_delta);
                         }
                 }

@@ -153,7 +153,7 @@ struct RowQueue {
 // The sum is stored to residual_out and returned. Without a branch, the stream's row is returned and
 // nothing is stored. bias (dim,) or null; it is read through L1.
 template <typename T, int SIZE, int VECTORS>
-Row<float, SIZE, VECTORS> next_stream(const RowQueue<T, SIZE, VECTORS, 1>& queue, float* residual_out,
+Row<float, SIZE, VECTORS> add_branch(const RowQueue<T, SIZE, VECTORS, 1>& queue, float* residual_out,
                                       const float* bias) {
     Row<float, SIZE, VECTORS> x;
 #pragma unroll
