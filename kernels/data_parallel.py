@@ -164,7 +164,8 @@ class DataParallel:
                 self._gradients[own],
             ),
         )
-        return next(filter(None, self.ranks.gather(self._first_nonfinite(kinds))), None)
+        # Later ranks own what earlier layers use.
+        return next(filter(None, reversed(self.ranks.gather(self._first_nonfinite(kinds)))), None)
 
     def _first_nonfinite(self, kinds: Iterable[tuple[str, Array]]) -> str | None:
         own = self._split.own

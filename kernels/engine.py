@@ -22,7 +22,7 @@ from kernels.data_parallel import DataParallel
 from kernels.decoding import Decoder
 from kernels.devices import open_ops, open_ranks
 from kernels.fp8 import fp8_weights
-from kernels.memory import check_fits, plan, report
+from kernels.memory import check_fits, plan_of_rank, report
 from kernels.model import Transformer
 from kernels.ops import Ops
 from kernels.optimizers import AdamW
@@ -77,15 +77,15 @@ class Engine:
         self._table, self._step = parameter_table(config), 0
         # The first micro-batch of an update overwrites the weight gradients of linear layers.
         self._is_first_micro_step = True
-        split_of = partial(optimizer.split, config, self.ops.norm_chunk, sharded=shard_optimizer)
-        self._split = split = split_of(link.rank, link.size) if training else split_of()
-        plan_of = partial(plan, config, numerics, micro_batch, self.ops, training, optimizer)
-        self._plan = plan_of(split)
-        more = (lambda ranks: plan_of(split_of(0, ranks))) if training else None
-        check_fits(self._plan, micro_batch, self.ops.memory_bytes(), more)
+        sizes, updates = (config, numerics, micro_batch, self.ops), optimizer if training else None
+        of_rank = partial(plan_of_rank, *sizes, updates, sharded=shard_optimizer)
+        self._split, self._plan = of_rank(rank=link.rank, ranks=link.size)
+        check_fits(self._plan, micro_batch, self.ops.memory_bytes(), lambda ranks: of_rank(ranks=ranks)[1])
         self._arena = Arena(self._plan, self.ops.allocate(plan_bytes(self._plan)))
         self.ranks = open_ranks(link, self.ops)
-        self._parallel = DataParallel(self.ranks, split, self.ops, self._arena, self._table, overlap=overlap)
+        self._parallel = DataParallel(
+            self.ranks, self._split, self.ops, self._arena, self._table, overlap=overlap
+        )
         self._graphs, masters = self.ops.new_graphs(), self._parallel.master_weights()
         self._grads = named(self._arena.whole("gradients"), self._table) if training else {}
         compute = named(self._arena.whole("weights"), self._table) if "weights" in self._arena else masters
@@ -97,7 +97,7 @@ class Engine:
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.whole("workspace"))
         if training:
-            self.ops.upload(self._arena.whole("flags"), optimizer.own_flags(self._table, split))
+            self.ops.upload(self._arena.whole("flags"), optimizer.own_flags(self._table, self._split))
         if seed is not None:
             self.load(initial_weights(config, seed))
 

@@ -170,20 +170,28 @@ def memory_plan(
     return plan
 
 
-def plan(
+def plan_of_rank(
     config: ModelConfig,
     numerics: Numerics,
     micro_batch: int,
     ops: Ops,
-    training: bool = True,
-    optimizer: AdamW | None = None,
-    split: Split | None = None,
-) -> list[Buffer]:
-    """The memory plan of an engine on a device."""
-    return memory_plan(
-        config, numerics, micro_batch, training=training, dtype=ops.dtype, storage=ops.storage,
+    optimizer: AdamW | None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    sharded: bool = True,
+) -> tuple[Split, list[Buffer]]:
+    """What one of so many ranks updates, and the memory plan of its engine on a device. Without an optimizer
+    the engine does not train, and every rank holds the whole model.
+    """
+    if optimizer:
+        split = optimizer.split(config, ops.norm_chunk, rank, ranks, sharded=sharded)
+    else:
+        split = one_rank(flat_size(parameter_table(config)), ops.norm_chunk)
+    return split, memory_plan(
+        config, numerics, micro_batch, training=optimizer is not None, dtype=ops.dtype, storage=ops.storage,
         workspace_bytes=ops.workspace_bytes(config, micro_batch * config.context), optimizer=optimizer,
-        split=split or one_rank(flat_size(parameter_table(config)), ops.norm_chunk),
+        split=split,
     )  # fmt: skip
 
 

@@ -198,7 +198,7 @@ def _some_fit(conversations: Iterator[list[dict[str, str]]], tokenizer: Any, set
 def _memory(settings: Settings, tokenizer_path: Path) -> Iterator[str]:
     """Micro-batches of the stages after pretrain that do not fit the memory."""
     from kernels.devices import open_ops
-    from kernels.memory import check_fits, plan
+    from kernels.memory import check_fits, plan_of_rank
     from stages.ranks.gpus import for_training
 
     if not tokenizer_path.is_file():
@@ -209,10 +209,9 @@ def _memory(settings: Settings, tokenizer_path: Path) -> Iterator[str]:
     for name in LATER_TRAINED:
         section = getattr(settings, name)
         optimizer, ranks = section.make_optimizer(), for_training(settings.runtime, section)
-        sharded = settings.runtime.shard_optimizer
-        split = optimizer.split(config, ops.norm_chunk, ranks=ranks, sharded=sharded)
-        plans[name] = plan(config, numerics, section.micro_batch, ops, optimizer=optimizer, split=split)
-    plans["eval"] = plan(config, numerics, settings.eval.micro_batch, ops, training=False)
+        sizes, sharded = (config, numerics, section.micro_batch, ops), settings.runtime.shard_optimizer
+        _, plans[name] = plan_of_rank(*sizes, optimizer, ranks=ranks, sharded=sharded)
+    _, plans["eval"] = plan_of_rank(config, numerics, settings.eval.micro_batch, ops, None)
     for name, planned in plans.items():
         try:
             check_fits(planned, getattr(settings, name).micro_batch, ops.memory_bytes())

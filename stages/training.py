@@ -276,7 +276,9 @@ def train(
     with Interrupt(display.say, cuts=engine.device == "cpu", ranks=engine.ranks) as interrupt:
         with suppress(Interrupted):
             session.run(interrupt)
-        if interrupt.requested:
+        # A signal after the last check may have reached some ranks only.
+        stopped = any(engine.ranks.gather(interrupt.requested))
+        if stopped:
             session.save()
             nothing = (
                 "interrupted before the first step was finished: nothing to save; the same "
@@ -285,6 +287,6 @@ def train(
             saved = f"interrupted: step {session.step} is saved; the same command resumes there"
             display.say(saved if session.step else nothing)
             engine.ranks.gather(None)  # no rank ends before rank 0 has saved
-    if interrupt.requested:  # also after the last step: the next stages must not start
+    if stopped:  # also after the last step: the next stages must not start
         raise SystemExit(EXIT_CODE)
     return session.history

@@ -2,6 +2,7 @@
 stage's outputs.
 """
 
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -10,13 +11,14 @@ from pathlib import Path
 from kernels.config import ModelConfig
 from kernels.devices import open_ops
 from kernels.engine import Engine
-from kernels.memory import plan, report
+from kernels.memory import plan_of_rank, report
 from kernels.ranks import ALONE, Link
 from stages import checkpoint
 from stages.fingerprint import fingerprint, sources
 from stages.metrics import now, open_display, versions, write_provenance
 from stages.ranks.gpus import check_divides, for_training, unused
 from stages.ranks.join import is_rank
+from stages.ranks.launch import LAUNCHED
 from stages.resume import ResumeFolder, RunIdentity, resume_root
 from stages.settings import Settings
 from stages.training import Outs, Task, train
@@ -37,7 +39,8 @@ def build_engine(
     """
     runtime, numerics, optimizer = settings.runtime, settings.numerics, training.make_optimizer()
     if runtime.plan:
-        _print_plan(settings, training, config, max(link.size, for_training(runtime, training)))
+        if link.rank == 0:
+            _print_plan(settings, training, config, max(link.size, for_training(runtime, training)))
         return None
     check_divides(training, link.size)
     engine = Engine(config, numerics, micro_batch=training.micro_batch, device=runtime.device,
@@ -51,7 +54,8 @@ def build_engine(
     )
     print(f"{training.section()}: {size}")
     print(f"{engine.describe()}; {libraries}\n{engine.plan_report()}", flush=True)
-    if not is_rank() and (line := unused(runtime, training)):
+    others_started_it = is_rank() and LAUNCHED not in os.environ
+    if not others_started_it and (line := unused(runtime, training)):
         print(line, flush=True)
     if link.size > 1:
         print(
@@ -63,12 +67,11 @@ def build_engine(
 def _print_plan(settings: Settings, training: Training, config: ModelConfig, ranks: int) -> None:
     runtime, optimizer = settings.runtime, training.make_optimizer()
     ops = open_ops(runtime.device, settings.numerics, threads=runtime.threads)
-    split = optimizer.split(config, ops.norm_chunk, ranks=ranks, sharded=runtime.shard_optimizer)
+    sizes = config, settings.numerics, training.micro_batch, ops
+    _, plan = plan_of_rank(*sizes, optimizer, ranks=ranks, sharded=runtime.shard_optimizer)
     if ranks > 1:
         print(f"each of {ranks} ranks:")
-    print(
-        report(plan(config, settings.numerics, training.micro_batch, ops, optimizer=optimizer, split=split))
-    )
+    print(report(plan))
 
 
 def run_stage(

@@ -351,15 +351,21 @@ def yes(holds: bool) -> str:
     return "yes" if holds else "NO"
 
 
-def main() -> None:
-    """Runs it in a temporary folder, which is kept after a failure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kills", type=int, default=100)
+def program(test: Callable[[Path, int, int, Callable[[str], None]], bool], doc: str, kills: int) -> None:
+    """Runs a crash test in a temporary folder, which is kept after a failure.
+
+    Args:
+        test: (scratch, kills, seed, say), as chaos.
+        doc: of its module.
+        kills: how many by default.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=kills)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="chaos-"))
     begun = time.monotonic()
-    held = chaos(scratch, chosen.kills, chosen.seed, lambda line: print(line, flush=True))
+    held = test(scratch, chosen.kills, chosen.seed, lambda line: print(line, flush=True))
     print(f"{time.monotonic() - begun:.0f} s, seed {chosen.seed}")
     if not held:
         print(f"error: see above; logs and results of the last run are in {scratch}", file=sys.stderr)
@@ -368,4 +374,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program(chaos, __doc__ or "", kills=100)

@@ -15,14 +15,12 @@ All processes must be gone within END_S. Then the same command goes on, until th
 process stays, or a file differs. POSIX only.
 """
 
-import argparse
 import os
 import random
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +30,7 @@ from shutil import rmtree
 
 import psutil
 
-from tests.chaos import alive, results, yes
+from tests.chaos import alive, program, results, yes
 from tests.scratch import BIN, Copy, heed_ctrl_c, make_copy
 
 SETTINGS = """
@@ -177,21 +175,5 @@ def _of_copy(process: psutil.Process, copy: Copy) -> bool:
     return False
 
 
-def main() -> None:
-    """Runs it in a temporary folder, which is kept after a failure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=1)
-    chosen = parser.parse_args()
-    scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
-    begun = time.monotonic()
-    held = chaos(scratch, chosen.kills, chosen.seed, lambda line: print(line, flush=True))
-    print(f"{time.monotonic() - begun:.0f} s, seed {chosen.seed}")
-    if not held:
-        print(f"error: see above; the log of the last run is in {scratch}", file=sys.stderr)
-        raise SystemExit(1)
-    rmtree(scratch)
-
-
 if __name__ == "__main__":
-    main()
+    program(chaos, __doc__ or "", kills=40)

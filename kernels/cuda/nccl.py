@@ -1,9 +1,8 @@
 """The collectives of kernels/ranks.py for arrays of the GPU, by NVIDIA's NCCL.
 
 They run on the device's stream, in order with the kernels, and may be captured in a CUDA graph; `reduce` runs
-on a stream of its own. Parts of
-different lengths have no NCCL collective of their own. A group of reductions, or broadcasts, one for each
-root, takes its place.
+on a stream of its own. NCCL has no collective for parts of different lengths. A group of reductions or
+broadcasts, one for each root, takes its place.
 
 Determinism: NCCL chooses the order of a sum by topology and size. The same GPUs give the same bits. Two ranks
 have one order only.

@@ -19,6 +19,7 @@ from kernels.config import Matmul, ModelConfig, Numerics, Precision
 from kernels.engine import Engine
 from kernels.optimizers import OPTIMIZERS
 from kernels.ranks import ALONE, Link, Ranks
+from tests.bench.engine import GPT2
 from tests.compare import Arrays, assert_same_bits
 from tests.cuda import gpu
 from tests.kernels.ranks_program import LR, head_scale, micro_batch_of
@@ -28,15 +29,7 @@ pytestmark = pytest.mark.gpu
 SIZES: dict[str, Any] = {"vocab_size": 500, "layers": 3, "heads": 2, "dim": 128, "ffn": 352, "context": 64}
 MODELS = {
     "euler": ModelConfig(**SIZES, kv_heads=1, mtp_heads=2),
-    "gpt2": ModelConfig(
-        **SIZES,
-        kv_heads=2,
-        norm="layernorm",
-        position="learned",
-        mlp="gelu",
-        bias=True,
-        tied_head=True,
-    ),
+    "gpt2": ModelConfig(**SIZES, kv_heads=2, **GPT2),
 }
 UPDATES = 3
 

@@ -296,6 +296,9 @@ def test_sources_are_what_the_stage_imports() -> None:
     names = {path.relative_to(REPOSITORY).as_posix() for path in sources("training")}
     modules = ("training", "updates", "interrupt", "resume", "checkpoint", "metrics")
     assert {*(f"stages/{name}.py" for name in modules), "kernels/engine.py"} <= names
+    of_pretrain = {path.relative_to(REPOSITORY).as_posix() for path in sources("pretrain")}
+    assert {"stages/tokenizer/encode.py", "stages/tokenizer/__init__.py"} <= of_pretrain
+    assert not any(name.startswith("stages/ranks/") for name in of_pretrain)
     assert (
         not {"stages/settings.py", "stages/training_settings.py", "stages/corpus.py", "stages/eval.py"}
         & names
