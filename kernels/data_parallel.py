@@ -20,7 +20,7 @@ import numpy as np
 
 from kernels.arena import Arena
 from kernels.ops import Ops
-from kernels.parameters import RUN, Parameter, named, stream_parameters
+from kernels.parameters import Parameter, named, stream_parameters
 from kernels.ranks import Ranks
 from kernels.split import Split
 
@@ -43,7 +43,7 @@ class DataParallel:
         self.ranks, self.ops, self._split, self._arena, self._table = ranks, ops, split, arena, table
         self._stream = _StreamWeights(split, ops, arena, table) if "stream_weights" in arena else None
         # The backward pass finishes the blocks in the order of the flat arrays: these are their ends.
-        self._block_ends = {p.layer: p.offset + p.runs * RUN for p in table if p.name.startswith("blocks.")}
+        self._block_ends = {p.layer: p.offset + p.padded_size for p in table if p.name.startswith("blocks.")}
         self._overlap = overlap
         self._summed = 0  # the gradients before this element have been summed by the last micro-step
 
@@ -188,7 +188,7 @@ class _StreamWeights:
         self._whole = [p for p in table if p.name in names]
         # Where the flat array is cut, in the compact one: behind all that lies before the cut.
         self._bounds = [
-            sum(min(max(cut - p.offset, 0), p.runs * RUN) for p in self._whole) for cut in split.owned
+            sum(min(max(cut - p.offset, 0), p.padded_size) for p in self._whole) for cut in split.owned
         ]
         self._bounds[-1] = self._flat.size
         self._params = arena.whole("parameters")
@@ -205,7 +205,7 @@ class _StreamWeights:
     def _copy(self, params: Array, part: slice) -> None:
         """Copies what lies in a part of the flat array; params is that part."""
         for p, compact in zip(self._whole, self._compact, strict=True):
-            begin, stop = max(p.offset, part.start), min(p.offset + p.runs * RUN, part.stop)
+            begin, stop = max(p.offset, part.start), min(p.offset + p.padded_size, part.stop)
             if begin < stop:
                 target = compact.offset + begin - p.offset
                 source = params[begin - part.start : stop - part.start]

@@ -15,6 +15,9 @@ from kernels.model import Transformer
 
 Array = np.ndarray[Any, Any]
 
+# The buffer that keeps the final norm's output of the last positions: free once the forward pass is done.
+LAST_NORM = "branch"
+
 
 @dataclass(frozen=True)
 class _Sampler:
@@ -133,7 +136,7 @@ class Decoder:
         ops = self._model.tensors.ops
 
         def work() -> None:
-            norm = self._arena.rows("branch", position + 1)[position:]
+            norm = self._arena.rows(LAST_NORM, position + 1)[position:]
             self._sample(self._model.mtp_logits(norm), cache, 0, sampler)
 
         ops.replay(cache.graphs, ("draft", position, sampler), work)
@@ -184,7 +187,7 @@ class Decoder:
         inputs[0], inputs[1 : 1 + rows] = cache.length, -cache.length
         if tokens is not None:
             inputs[1 + rows :] = tokens.reshape(-1)
-        fused = count == last and rows <= self._model.fused_rows
+        fused = count == last and rows <= self._model.decode_step_rows
 
         def work() -> None:
             logits = self._logits(cache, shape, last, slot, fused=fused)
@@ -199,9 +202,7 @@ class Decoder:
         return self._arena.rows("logits", batch * last)
 
     def _logits(self, cache: KVCache, shape: tuple[int, ...], last: int, slot: int, *, fused: bool) -> Array:
-        """The pass itself. It leaves the final norm's output in the buffer `branch`, where
-        sample_drafts reads it.
-        """
+        """The pass itself. It leaves the final norm's output in LAST_NORM, where sample_drafts reads it."""
         ops, model, (batch, count) = self._model.tensors.ops, self._model, shape
         inputs = cache.token_io.device.view("inputs", (1 + 2 * batch * count,), slot)
         if not fused:  # many kernels read the inputs: a copy in device memory saves each the way over the bus
@@ -209,7 +210,7 @@ class Decoder:
             ops.copy_rows(staged.reshape(1, -1), inputs.reshape(1, -1), 0, 1)
             inputs = staged
         cached_length, (start, tokens) = inputs[:1].reshape(()), inputs[1:].reshape(2, *shape)
-        norm = self._arena.rows("branch", batch * last)
+        norm = self._arena.rows(LAST_NORM, batch * last)
         if fused:
             return model.decode_step(norm, tokens, start, cache, cached_length)
         stream = model.forward(tokens, start, cache, cached_length)

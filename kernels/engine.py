@@ -151,7 +151,7 @@ class Engine:
         inputs = (
             self._upload("targets", targets),
             self._upload("loss_weight", weight),
-            self._upload("nll_weight", weight * np.asarray(head_scale, np.float64)[:, None]),
+            self._upload("dnll", weight * np.asarray(head_scale, np.float64)[:, None]),
         )
         is_first, self._is_first_micro_step = self._is_first_micro_step, False
         # FP8 casts take the scale of the update before; the first update has none.
@@ -171,7 +171,7 @@ class Engine:
         start: Array,
         targets: Array,
         loss_weight: Array,
-        nll_weight: Array,
+        dnll: Array,
         *,
         accumulate: bool,
         overlap: bool,
@@ -184,7 +184,7 @@ class Engine:
                 # dlogits take the memory of the logits.
                 dlogits = self._model.head_logits(k, norm[part])
                 self.ops.cross_entropy_backward(
-                    dlogits, nll[part], targets[k, part], nll_weight[k, part], vocab_size=vocab_size
+                    dlogits, nll[part], targets[k, part], dnll[k, part], vocab_size=vocab_size
                 )
                 self._model.head_backward(
                     dnorm[part], k, dlogits, norm[part], accumulate=accumulate or part.start > 0
@@ -225,8 +225,9 @@ class Engine:
         while_gpu_computes()
         update = Update(self.ops.download(sums), float(self.ops.download(norm)))
         self.ops.upload(sums, 0.0)
-        self._is_first_micro_step = bool(np.isfinite(update.grad_norm))
-        self._step += self._is_first_micro_step
+        applied = bool(np.isfinite(update.grad_norm))
+        self._is_first_micro_step = applied  # else the gradients stay for first_nonfinite
+        self._step += applied
         return update
 
     def _clip_and_apply(self, norm: Array, lr: Array, step: Array) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from kernels.arena import Arena, Buffer
 from kernels.config import ModelConfig
 from kernels.ops import Fp8Ops, Weight
-from kernels.parameters import RUN, Parameter, flat_size, named
+from kernels.parameters import Parameter, flat_size, named
 
 Array = np.ndarray[Any, Any]
 
@@ -30,7 +30,7 @@ def block_weights(table: list[Parameter]) -> list[Parameter]:
     found: list[Parameter] = []
     for p in table:
         if p.is_block_matrix:
-            offset = found[-1].offset + found[-1].runs * RUN if found else 0
+            offset = found[-1].offset + found[-1].padded_size if found else 0
             found.append(replace(p, offset=offset))
     return found
 

@@ -125,7 +125,7 @@ def input_plan(config: ModelConfig, rows: int, *, training: bool, dtype: np.dtyp
     if training:
         plan += [
             Buffer("loss_weight", "inputs", (heads, rows), np.dtype(np.float32)),
-            Buffer("nll_weight", "inputs", (heads, rows), dtype),
+            Buffer("dnll", "inputs", (heads, rows), dtype),
             Buffer("nll_sums", "inputs", (heads,), np.dtype(np.float64)),
             Buffer("grad_norm", "inputs", (), np.dtype(np.float64)),
             Buffer("lr", "inputs", (), np.dtype(np.float64)),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kernels.kv_cache import KVCache
-from kernels.parts import MLPS, NORMS, POSITIONS, one_launch
+from kernels.parts import MLPS, NORMS, POSITIONS, decode_step_supports
 from kernels.parts.tensors import Tensors
 
 Array = np.ndarray[Any, Any]
@@ -32,9 +32,9 @@ class Transformer:
         self.tensors, self.config = tensors, c
         self._norm, self._position, self._mlp = NORMS[c.norm], POSITIONS[c.position], MLPS[c.mlp]
         self._rope_table = self._position.table(c, tensors.ops)
-        fused = tensors.ops.fused_decoding
+        fused = tensors.ops.decode_step_ops
         # The most new tokens that decode_step takes.
-        self.fused_rows = fused.fused_rows(c) if fused and one_launch(c) else 0
+        self.decode_step_rows = fused.decode_step_rows(c) if fused and decode_step_supports(c) else 0
 
     def forward(
         self,
@@ -131,13 +131,14 @@ class Transformer:
     def decode_step(
         self, norm: Array, tokens: Array, start: Array, cache: KVCache, cached_length: Array
     ) -> Array:
-        """forward and head_logits(0) of at most fused_rows new tokens (B, n) after a cache, in one kernel.
+        """forward and head_logits(0) of at most decode_step_rows new tokens (B, n) after a cache, by one
+        kernel.
 
         norm (rows, C) is overwritten with forward's result. Nothing is saved for a backward pass.
         """
         t, logits = self.tensors, self.tensors.arena.rows("logits", tokens.size)
-        assert t.ops.fused_decoding is not None
-        t.ops.fused_decoding.decode_step(
+        assert t.ops.decode_step_ops is not None
+        t.ops.decode_step_ops.decode_step(
             logits, norm, tokens, start, cached_length, cache.keys, cache.values, t.compute_weights,
             t.master_weights, self._head(t.compute_weights, 0), self._rope_table, config=self.config,
         )  # fmt: skip
@@ -177,7 +178,7 @@ class Transformer:
         return arena.rows(STREAM_OF[norm], rows, layer), arena.rows(norm, rows, layer), saved
 
     def _norm_weights(self, tensors: Mapping[str, Array], name: str) -> list[Array]:
-        return [tensors[f"{name}.{kind}"] for kind in self._norm.parameters]
+        return [tensors[f"{name}.{kind}"] for kind in self._norm.parameter_std]
 
     def _norm_forward(
         self, block: str, norm: str, layer: int, residual: Array, branch: Array, branch_linear: str | None

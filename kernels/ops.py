@@ -29,7 +29,7 @@ class Fp8Ops(Protocol):
 
     def fp8_weight(self, *arrays: Array, scales: Array, amax: Array) -> Weight: ...
     def cast_weight(self, weight: Weight) -> None: ...
-    def fp8_rescale(self, scales: Array, amax: Array, norm: Array) -> None: ...
+    def fp8_rescale(self, scales: Array, amax: Array, grad_norm: Array) -> None: ...
     def fp8_mlp_forward(
         self, out: Array, act: Array, up: Array, inp: Array, weight: Weight, bias: Array | None, down: Weight
     ) -> None: ...
@@ -39,10 +39,10 @@ class Fp8Ops(Protocol):
     ) -> None: ...  # fmt: skip
 
 
-class FusedDecoding(Protocol):
+class DecodeStepOps(Protocol):
     """The model over a few new tokens as one kernel."""
 
-    def fused_rows(self, config: ModelConfig) -> int:
+    def decode_step_rows(self, config: ModelConfig) -> int:
         """The most tokens that decode_step takes of such a model; 0 if none."""
 
     def decode_step(
@@ -60,7 +60,7 @@ class Ops(Protocol):
     storage: np.dtype[Any]  # of activations and compute weights
     asynchronous: bool  # whether a call returns before its work is done
     fp8: Fp8Ops | None
-    fused_decoding: FusedDecoding | None
+    decode_step_ops: DecodeStepOps | None
 
     # Model.
     def embedding_forward(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kernels.arena import Arena, Buffer
 from kernels.config import ModelConfig
 from kernels.ops import Ops
-from kernels.parameters import CLEARED, DECAYS, MUON, RUN, Parameter, flat_size, parameter_table
+from kernels.parameters import DECAYS, MUON, SEGMENT, ZERO_GRAD, Parameter, flat_size, parameter_table
 from kernels.parts import MLPS
 from kernels.split import Split, balanced_cuts, equal_cuts, one_rank
 
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 # What balances ranks under Muon: seconds of AdamW for an element (30 bytes of traffic) and of an operation of
 # a matmul, on a GPU that makes 100 operations in the time of a byte. Only their ratio matters.
 ADAMW_SECONDS, OPERATION_SECONDS = 30 / 4e12, 1 / 4e14
-PIECE_RUNS = 1024  # runs that AdamW updates are cut into
+PIECE = 1024 * SEGMENT  # AdamW updates are cut into pieces of this size
 
 
 @dataclass(frozen=True)
@@ -79,23 +79,23 @@ class AdamW:
         """
         size = split.own_size
         moments = [Buffer(name, "moments", (size,), dtype) for name in ("exp_avg", "exp_avg_sq")]
-        return [*moments, Buffer("flags", "parameters", (size // RUN,), np.dtype(np.uint8))]
+        return [*moments, Buffer("flags", "parameters", (size // SEGMENT,), np.dtype(np.uint8))]
 
     def flags(self, table: list[Parameter]) -> NDArray[np.uint8]:
-        """(flat_size / RUN,) uint8, what the operation adamw does with each run of RUN elements: DECAYS,
-        CLEARED, MUON.
+        """(flat_size / SEGMENT,) uint8, what the operation adamw does with each segment of the flat
+        arrays: DECAYS, ZERO_GRAD, MUON.
         """
-        flags = np.zeros(flat_size(table) // RUN, np.uint8)
+        flags = np.zeros(flat_size(table) // SEGMENT, np.uint8)
         for p in table:
-            flag = DECAYS * (len(p.shape) > 1) | CLEARED * (not p.linear) | MUON * self.skips(p)
-            flags[p.offset // RUN : p.offset // RUN + p.runs] = flag
+            flag = DECAYS * (len(p.shape) > 1) | ZERO_GRAD * (not p.linear) | MUON * self.skips(p)
+            flags[p.offset // SEGMENT : (p.offset + p.padded_size) // SEGMENT] = flag
         return flags
 
     def own_flags(self, table: list[Parameter], split: Split) -> NDArray[np.uint8]:
         """The flags of this rank's part; 0 in the padding."""
-        flags = np.zeros(split.size // RUN, np.uint8)
-        flags[: split.used // RUN] = self.flags(table)
-        return flags[split.own.start // RUN : split.own.stop // RUN]
+        flags = np.zeros(split.size // SEGMENT, np.uint8)
+        flags[: split.used // SEGMENT] = self.flags(table)
+        return flags[split.own.start // SEGMENT : split.own.stop // SEGMENT]
 
     def skips(self, p: Parameter) -> bool:
         """Whether AdamW leaves the parameter to another rule."""
@@ -131,10 +131,10 @@ class Muon(AdamW):
         pieces: list[tuple[int, float]] = []
         for p in table:
             if p.is_block_matrix:
-                pieces.append((p.runs * RUN, _muon_seconds(*p.shape)))
+                pieces.append((p.padded_size, _muon_seconds(*p.shape)))
             else:
-                for start in range(0, p.runs, PIECE_RUNS):
-                    elements = min(PIECE_RUNS, p.runs - start) * RUN
+                for start in range(0, p.padded_size, PIECE):
+                    elements = min(PIECE, p.padded_size - start)
                     pieces.append((elements, elements * ADAMW_SECONDS))
         pieces.append((flat_size(table) - sum(elements for elements, _ in pieces), 0.0))
         return balanced_cuts(pieces, ranks)
@@ -242,7 +242,7 @@ def block_matrices(config: ModelConfig) -> list[Matrices]:
     c = config
     splits = {"qkv": (c.dim, c.kv_dim, c.kv_dim), "up": MLPS[c.mlp].muon_splits(c)}
     blocks = [p for p in parameter_table(config) if p.name.startswith("blocks.")]
-    first, stride, found = blocks[0].offset, sum(p.runs for p in blocks) * RUN // c.layers, []
+    first, stride, found = blocks[0].offset, sum(p.padded_size for p in blocks) // c.layers, []
     for p in filter(lambda p: p.is_block_matrix, blocks[: len(blocks) // c.layers]):
         begin, width = p.offset - first, p.shape[1]
         for rows, alike in groupby(splits.get(p.part, p.shape[:1])):

@@ -14,14 +14,14 @@ from kernels.parts import NORMS, POSITIONS
 
 Array = np.ndarray[Any, Any]
 
-# Each parameter starts at a multiple of RUN elements of the flat arrays, so that no vector load straddles two
-# parameters. The arrays' length is a multiple of RANKS runs, so that up to RANKS processes can share an
-# update.
-RUN = 64
+# The flat arrays consist of segments of SEGMENT elements. A parameter starts at a segment, so that no vector
+# load straddles two parameters. The number of segments is a multiple of RANKS, so that up to RANKS processes
+# can share an update.
+SEGMENT = 64
 RANKS = 8
-# Bits of a run's flag, for the operation adamw: weight decay applies; the gradient is set to zero for the
-# next update; the run is Muon's, and AdamW leaves it alone.
-DECAYS, CLEARED, MUON = 1, 2, 4
+# Bits of a segment's flag, for the operation adamw: weight decay applies; the gradient is set to zero for the
+# next update; the segment is Muon's, and AdamW leaves it alone.
+DECAYS, ZERO_GRAD, MUON = 1, 2, 4
 # Standard deviation of GPT-2's initial weights at its width of 768; other widths keep the variance of a
 # matmul's result.
 INIT_STD, INIT_DIM = 0.02, 768
@@ -67,9 +67,9 @@ class Parameter:
         return self.name.split(".")[2]
 
     @property
-    def runs(self) -> int:
-        """Runs of RUN elements that the tensor occupies."""
-        return -(-self.size // RUN)
+    def padded_size(self) -> int:
+        """Elements of the flat arrays that the tensor occupies: whole segments."""
+        return -(-self.size // SEGMENT) * SEGMENT
 
 
 def parameter_table(config: ModelConfig) -> list[Parameter]:
@@ -84,10 +84,10 @@ def parameter_table(config: ModelConfig) -> list[Parameter]:
     def add(name: str, *shape: int, std: float | None, linear: bool = False) -> None:
         nonlocal offset
         table.append(Parameter(name, shape, offset, std, linear))
-        offset += table[-1].runs * RUN
+        offset += table[-1].padded_size
 
     def add_norm(name: str) -> None:
-        for kind, kind_std in NORMS[c.norm].parameters.items():
+        for kind, kind_std in NORMS[c.norm].parameter_std.items():
             add(f"{name}.{kind}", c.dim, std=kind_std)
 
     def add_linear(block: str, name: str, std: float) -> None:
@@ -117,9 +117,9 @@ def parameter_table(config: ModelConfig) -> list[Parameter]:
 
 
 def flat_size(table: list[Parameter]) -> int:
-    """Elements of a flat array: every parameter in whole runs, the end padded to a multiple of RANKS runs."""
-    end = table[-1].offset + table[-1].runs * RUN
-    return -(-end // (RUN * RANKS)) * RUN * RANKS
+    """Elements of a flat array: every parameter in whole segments, their number a multiple of RANKS."""
+    end = table[-1].offset + table[-1].padded_size
+    return -(-end // (SEGMENT * RANKS)) * SEGMENT * RANKS
 
 
 def stream_parameters(table: list[Parameter]) -> list[Parameter]:
@@ -129,7 +129,7 @@ def stream_parameters(table: list[Parameter]) -> list[Parameter]:
     found: list[Parameter] = []
     for p in table:
         if not p.is_block_matrix and p.name != "head.weight":
-            offset = found[-1].offset + found[-1].runs * RUN if found else 0
+            offset = found[-1].offset + found[-1].padded_size if found else 0
             found.append(replace(p, offset=offset))
     return found
 

@@ -41,7 +41,7 @@ from kernels.cpu.rope import rope_backward, rope_forward, rope_table
 from kernels.cpu.sample import sample, suppress_tokens
 from kernels.cpu.swiglu import swiglu_backward, swiglu_forward
 from kernels.cpu.weighted_sum import weighted_sum_forward
-from kernels.ops import Fp8Ops, FusedDecoding, Graphs
+from kernels.ops import DecodeStepOps, Fp8Ops, Graphs
 
 Array = np.ndarray[Any, Any]
 
@@ -60,7 +60,7 @@ class CpuOps:
     name = "cpu"
     asynchronous = False
     fp8: Fp8Ops | None = None
-    fused_decoding: FusedDecoding | None = None
+    decode_step_ops: DecodeStepOps | None = None
 
     def __init__(self, dtype: type[np.floating[Any]] = np.float32, threads: int = 0) -> None:
         available = numba.config.NUMBA_NUM_THREADS

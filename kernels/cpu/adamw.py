@@ -6,7 +6,7 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.jit import pjit
-from kernels.parameters import CLEARED, DECAYS, MUON
+from kernels.parameters import DECAYS, MUON, ZERO_GRAD
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Flags = np.ndarray[Any, np.dtype[np.uint8]]
@@ -31,21 +31,21 @@ def adamw(
 ) -> None:
     """One update with decoupled weight decay and gradient clipping.
 
-    If grad_norm is not finite, nothing changes. Runs flagged MUON are left to kernels.cpu.muon. Otherwise:
+    If grad_norm is not finite, nothing changes. Segments flagged MUON are left to cpu/muon.py. Otherwise:
 
         g               = grads * min(1, grad_clip / grad_norm)           (grad_clip 0: no clipping)
         exp_avg         = beta1 * exp_avg + (1 - beta1) * g
         exp_avg_sq      = beta2 * exp_avg_sq + (1 - beta2) * g^2
-        params         -= lr * weight_decay * params                      (runs flagged DECAYS only)
+        params         -= lr * weight_decay * params                      (segments flagged DECAYS only)
         params         -= lr * (exp_avg / (1 - beta1^step)) / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
         compute_weights = params                                          (rounded to its dtype)
-        grads           = 0                                               (runs flagged CLEARED only)
+        grads           = 0                                               (segments flagged ZERO_GRAD only)
 
     Args:
         params, exp_avg, exp_avg_sq: (parameters,), updated.
-        grads:     (parameters,), set to zero in runs flagged CLEARED.
+        grads:     (parameters,), set to zero in segments flagged ZERO_GRAD.
         compute_weights: (parameters,), overwritten: the weights that matmuls read. None if they read params.
-        flags:     (parameters / A,) uint8, one per run of A elements: bits DECAYS, CLEARED and MUON of
+        flags:     (parameters / A,) uint8, one per segment of A elements: bits DECAYS, ZERO_GRAD and MUON of
                    kernels.parameters.
         grad_norm: () fp64, the norm of grads.
         lr:        () fp64, the learning rate of this update.
@@ -79,15 +79,15 @@ def adamw(
 @pjit
 def _update(params, exp_avg, exp_avg_sq, grads, flags, scalars):  # type: ignore[no-untyped-def]
     clip, beta1, rest1, beta2, rest2, step_size, inverse_correction2, eps, decay_factor = scalars
-    run = params.size // flags.size  # elements per flag
+    segment = params.size // flags.size  # elements per flag
     for i in prange(flags.size):
         if flags[i] & MUON:
             continue
         factor = decay_factor if flags[i] & DECAYS else params.dtype.type(1)
-        cleared = flags[i] & CLEARED
-        for j in range(i * run, (i + 1) * run):
+        zero_grad = flags[i] & ZERO_GRAD
+        for j in range(i * segment, (i + 1) * segment):
             g = grads[j] * clip
-            if cleared:
+            if zero_grad:
                 grads[j] = 0
             first = beta1 * exp_avg[j] + rest1 * g
             second = beta2 * exp_avg_sq[j] + rest2 * g * g

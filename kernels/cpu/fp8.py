@@ -50,7 +50,7 @@ def fp8(
     transposed[:, : len(inp)] = code.T
 
 
-def fp8_rescale(scales: Array, amax: Array, norm: Array) -> None:
+def fp8_rescale(scales: Array, amax: Array, grad_norm: Array) -> None:
     """Delayed scaling: this update's largest magnitudes give the scales of the next update's casts.
 
     If the gradient norm is not finite, the update is skipped, and both arrays stay.
@@ -60,9 +60,9 @@ def fp8_rescale(scales: Array, amax: Array, norm: Array) -> None:
             elements, since cuBLASLt needs 16-byte alignment. Those of input and gradient are overwritten if
             their magnitude is not 0.
         amax:   (matmuls, 2) int32: the largest magnitudes of input and gradient, reset to zero.
-        norm:   () fp64, the gradient norm.
+        grad_norm: () fp64, the gradient norm.
     """
-    if not np.isfinite(norm):
+    if not np.isfinite(grad_norm):
         return
     recorded = amax > 0
     scales[:, 1:, 0][recorded] = _scale(amax.view(np.float32)[recorded])

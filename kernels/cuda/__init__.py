@@ -19,7 +19,7 @@ from kernels.cuda.bias import bias_backward, bias_forward
 from kernels.cuda.cast import cast
 from kernels.cuda.cross_entropy import cross_entropy_backward, cross_entropy_forward
 from kernels.cuda.decode.decode_attention import decode_attention_forward
-from kernels.cuda.decode.decode_step import decode_step, fused_rows
+from kernels.cuda.decode.decode_step import decode_step, decode_step_rows
 from kernels.cuda.embedding import embedding_backward, embedding_forward
 from kernels.cuda.gelu import gelu_backward, gelu_forward
 from kernels.cuda.grad_norm import CHUNK, grad_norm, square_sums
@@ -47,7 +47,7 @@ from kernels.cuda.runtime.launch import BF16, FLOAT, Array
 from kernels.cuda.sample import sample, suppress_tokens
 from kernels.cuda.swiglu import swiglu_backward, swiglu_forward
 from kernels.cuda.weighted_sum import weighted_sum_forward
-from kernels.ops import FusedDecoding
+from kernels.ops import DecodeStepOps
 
 FP8_ARCH = 89  # the oldest architecture with FP8 matmuls
 
@@ -102,7 +102,7 @@ class CudaOps(Device):
                     f"{self.arch}; set it to bf16"
                 )
             self.fp8 = self  # only the matmuls with an FP8 weight differ from bf16
-        self.fused_decoding: FusedDecoding | None = self
+        self.decode_step_ops: DecodeStepOps | None = self
         self.precision = "bf16" if self.fp8 else numerics.precision
         self.matmul, self.attention, self.deterministic = (
             numerics.matmul,
@@ -115,9 +115,9 @@ class CudaOps(Device):
         """See kernels.ops.Fp8Ops."""
         self.current_scaling = current_scaling
 
-    def fused_rows(self, config: ModelConfig) -> int:
-        """See kernels.ops.FusedDecoding."""
-        return fused_rows(self, self.storage, config)
+    def decode_step_rows(self, config: ModelConfig) -> int:
+        """See kernels.ops.DecodeStepOps."""
+        return decode_step_rows(self, self.storage, config)
 
     def workspace_bytes(self, config: ModelConfig, rows: int) -> int:
         """The scratch memory of the operation that needs most. Its module has a function scratch_bytes.

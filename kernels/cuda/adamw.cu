@@ -3,15 +3,15 @@
 //     g               = grads * min(1, grad_clip / grad_norm)          (grad_clip 0: no clipping)
 //     exp_avg         = beta1 * exp_avg + (1 - beta1) * g
 //     exp_avg_sq      = beta2 * exp_avg_sq + (1 - beta2) * g^2
-//     params          = params * (1 - lr * weight_decay)               (runs flagged DECAYS only)
+//     params          = params * (1 - lr * weight_decay)               (segments flagged DECAYS only)
 //                       - lr / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
 //     compute_weights = params, rounded to T                           (if not null)
-//     grads           = 0                                              (runs flagged CLEARED only)
+//     grads           = 0                                              (segments flagged ZERO_GRAD only)
 //
-// If grad_norm is not finite, the kernel writes nothing. It skips runs flagged MUON: muon.cu updates them.
+// If grad_norm is not finite, the kernel writes nothing. Segments flagged MUON are left to muon.cu.
 //
 // Layout: params, exp_avg, exp_avg_sq, grads fp32 and compute_weights of T, all (size,), 16-byte aligned.
-//         flags uint8, one per run of elements. grad_norm and lr fp64, step int64, all 0-d.
+//         flags uint8, one per segment of elements. grad_norm and lr fp64, step int64, all 0-d.
 // Work: a grid-stride loop over vectors of SIZE elements. A thread reads and writes each array once.
 // Precision: fp64 for the scalars, computed once per block. fp32 for the elements, one rounding to T.
 // Determinism: elements are independent.
@@ -19,19 +19,19 @@
 
 #include "reduce.cuh"
 
-constexpr unsigned DECAYS = 1, CLEARED = 2, MUON = 4;  // flag bits, as in kernels/parameters.py
+constexpr unsigned DECAYS = 1, ZERO_GRAD = 2, MUON = 4;  // flag bits, as in kernels/parameters.py
 
 struct Scalars {
     float clip, step_size, inverse_correction2, decay_factor;
 };
 
-// vectors: the number of vectors. run_vectors: vectors per flag.
+// vectors: the number of vectors. segment_vectors: vectors per flag.
 template <typename T, int SIZE>
 __global__ void __launch_bounds__(256)
     adamw(float* params, float* exp_avg, float* exp_avg_sq, float* grads, T* compute_weights,
           const unsigned char* flags, const double* grad_norm, const double* lr, const long long* step,
-          unsigned vectors, unsigned run_vectors, double beta1, double beta2, double eps, double weight_decay,
-          double grad_clip) {
+          unsigned vectors, unsigned segment_vectors, double beta1, double beta2, double eps,
+          double weight_decay, double grad_clip) {
     const double norm = *grad_norm;
     if (!isfinite(norm)) return;  // the whole grid returns
     __shared__ Scalars scalars;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(256)
     const float rest2 = (float)(1 - beta2), eps_fp32 = (float)eps;
     using Floats = Vector<float, SIZE>;
     for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < vectors; i += gridDim.x * blockDim.x) {
-        const unsigned flag = flags[i / run_vectors];
+        const unsigned flag = flags[i / segment_vectors];
         if (flag & MUON) continue;
         Floats p = reinterpret_cast<Floats*>(params)[i], g = reinterpret_cast<Floats*>(grads)[i];
         Floats first = reinterpret_cast<Floats*>(exp_avg)[i];
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(256)
         reinterpret_cast<Floats*>(params)[i] = p;
         reinterpret_cast<Floats*>(exp_avg)[i] = first;
         reinterpret_cast<Floats*>(exp_avg_sq)[i] = second;
-        if (flag & CLEARED) reinterpret_cast<Floats*>(grads)[i] = g;
+        if (flag & ZERO_GRAD) reinterpret_cast<Floats*>(grads)[i] = g;
         if (compute_weights) reinterpret_cast<Vector<T, SIZE>*>(compute_weights)[i] = rounded;
     }
 }

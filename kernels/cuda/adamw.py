@@ -2,12 +2,12 @@
 
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel, constants
-from kernels.parameters import CLEARED, DECAYS, MUON
+from kernels.parameters import DECAYS, MUON, ZERO_GRAD
 
 _ADAMW = Kernel("adamw.cu", "adamw", ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 4)))
 _BLOCK, _BLOCKS_PER_SM = 256, 8  # not tuned
 _FLAGS = constants("adamw.cu")
-assert (_FLAGS["DECAYS"], _FLAGS["CLEARED"], _FLAGS["MUON"]) == (DECAYS, CLEARED, MUON)
+assert (_FLAGS["DECAYS"], _FLAGS["ZERO_GRAD"], _FLAGS["MUON"]) == (DECAYS, ZERO_GRAD, MUON)
 
 
 def adamw(
@@ -33,14 +33,14 @@ def adamw(
     Precision: bias corrections and clipping factor in fp64, rounded once; elements in fp32.
     Cost per parameter: reads 16 bytes. Writes 12 bytes, 16 if it clears the gradient, and the compute weight.
     """
-    run = params.size // flags.size
-    size = 1 if run % 4 else 4
+    segment = params.size // flags.size
+    size = 1 if segment % 4 else 4
     vectors = params.size // size
     assert vectors < 2**31, f"adamw: {params.size} parameters"
     device.launch(
         _ADAMW, (FLOAT if compute_weights is None else compute_weights.dtype, size),
         min(-(-vectors // _BLOCK), _BLOCKS_PER_SM * device.sm_count), _BLOCK,
         params=params, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grads=grads, compute_weights=compute_weights,
-        flags=flags, grad_norm=grad_norm, lr=lr, step=step, vectors=vectors, run_vectors=run // size,
+        flags=flags, grad_norm=grad_norm, lr=lr, step=step, vectors=vectors, segment_vectors=segment // size,
         beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip,
     )  # fmt: skip

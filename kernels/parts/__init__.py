@@ -1,9 +1,9 @@
 """The parts of which a model is a choice. An entry holds everything that the model knows of a part.
 
 An entry names its parameters and buffers, and writes its forward and backward pass over the device's
-operations. Decoding through a KV cache runs the same forward pass. `one_launch` says whether the one-launch
-kernel (decode_step.cu) computes the part, too. A new part is an entry, a line in its registry here, and its
-name in kernels/config.py.
+operations. Decoding through a KV cache runs the same forward pass. `in_decode_step` says whether the
+one-launch kernel (decode_step.cu) computes the part, too. A new part is an entry, a line in its registry
+here, and its name in kernels/config.py.
 """
 
 from kernels.config import ModelConfig
@@ -16,7 +16,7 @@ POSITIONS: dict[str, Position] = {"rope": Rope(), "learned": Learned()}
 MLPS: dict[str, Mlp] = {"swiglu": Swiglu(), "gelu": Gelu()}
 
 
-def one_launch(c: ModelConfig) -> bool:
+def decode_step_supports(c: ModelConfig) -> bool:
     """Whether decode_step.cu computes all parts of the model."""
     norm, position, mlp = NORMS[c.norm], POSITIONS[c.position], MLPS[c.mlp]
-    return norm.one_launch and position.one_launch and mlp.one_launch
+    return norm.in_decode_step and position.in_decode_step and mlp.in_decode_step

@@ -16,10 +16,10 @@ class Mlp(Protocol):
     down's bias is added by the next norm, which also sums its gradient.
 
     Attributes:
-        one_launch: whether decode_step.cu computes it.
+        in_decode_step: whether decode_step.cu computes it.
     """
 
-    one_launch: bool
+    in_decode_step: bool
 
     def activations(self, c: ModelConfig) -> dict[str, int]:
         """Width of each activation that is saved, by buffer name."""
@@ -44,7 +44,7 @@ class Mlp(Protocol):
 class Swiglu:
     """down(silu(gate) * up). The first linear layer computes gate and up side by side."""
 
-    one_launch = True
+    in_decode_step = True
 
     def activations(self, c: ModelConfig) -> dict[str, int]:
         return {"up": c.up_dim, "act": c.ffn}
@@ -76,7 +76,7 @@ class Swiglu:
 class Gelu:
     """down(gelu(up)). GELU is fused with a matmul: forward with up's, backward with down's."""
 
-    one_launch = True
+    in_decode_step = True
 
     def activations(self, c: ModelConfig) -> dict[str, int]:
         return {"up": c.up_dim, "act": c.ffn}

@@ -16,11 +16,11 @@ class Position(Protocol):
 
     Attributes:
         embedding: whether there is a learned position embedding, pos.weight (context, C).
-        one_launch: whether decode_step.cu computes it.
+        in_decode_step: whether decode_step.cu computes it.
     """
 
     embedding: bool
-    one_launch: bool
+    in_decode_step: bool
 
     def table(self, c: ModelConfig, ops: Ops) -> Array | None:
         """What the engine computes once, if anything."""
@@ -41,7 +41,7 @@ class Rope:
     """Queries and keys are rotated by an angle that grows with the position in the document."""
 
     embedding = False
-    one_launch = True
+    in_decode_step = True
 
     def table(self, c: ModelConfig, ops: Ops) -> Array | None:
         return ops.rope_table(c.context, c.head_dim, c.rope_base)
@@ -61,7 +61,7 @@ class Learned:
     """A learned embedding of the position is added to the token's."""
 
     embedding = True
-    one_launch = True
+    in_decode_step = True
 
     def table(self, c: ModelConfig, ops: Ops) -> Array | None:
         return None

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from kernels.cpu.adamw import adamw
-from kernels.parameters import CLEARED, DECAYS, MUON
+from kernels.parameters import DECAYS, MUON, ZERO_GRAD
 from tests.compare import UNIT, Array, Arrays, assert_repeats, assert_same_bits, assert_within, normal, single
 
-RUN, RUNS = 64, 9
+SEGMENT, RUNS = 64, 9
 CONSTANTS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
 
 
 def inputs() -> Arrays:
     """Random parameters and moments as after some steps; runs decay or not, and are cleared or not."""
     rng = np.random.default_rng(3)
-    size = RUN * RUNS
+    size = SEGMENT * RUNS
     return {
         "params": normal(rng, size),
         "exp_avg": 0.1 * normal(rng, size),
@@ -47,7 +47,7 @@ def paper(a: Arrays, clip: float = 1.0, **constants: float) -> Arrays:
     m = c["beta1"] * a["exp_avg"] + (1 - c["beta1"]) * g
     v = c["beta2"] * a["exp_avg_sq"] + (1 - c["beta2"]) * g**2
     m_hat, v_hat = m / (1 - c["beta1"] ** t), v / (1 - c["beta2"] ** t)
-    decay = (np.repeat(a["flags"], RUN) & DECAYS) * c["weight_decay"] * a["params"]
+    decay = (np.repeat(a["flags"], SEGMENT) & DECAYS) * c["weight_decay"] * a["params"]
     return {
         "params": a["params"] - lr * (m_hat / (np.sqrt(v_hat) + c["eps"]) + decay),
         "exp_avg": m,
@@ -79,9 +79,14 @@ def test_is_the_paper(step: int) -> None:
 # size, all of it.
 def test_first_step_has_the_length_of_the_learning_rate() -> None:
     a = single(
-        {**inputs(), "step": np.array(1), "exp_avg": np.zeros(RUN * RUNS), "exp_avg_sq": np.zeros(RUN * RUNS)}
+        {
+            **inputs(),
+            "step": np.array(1),
+            "exp_avg": np.zeros(SEGMENT * RUNS),
+            "exp_avg_sq": np.zeros(SEGMENT * RUNS),
+        }
     )
-    a["grads"] *= np.geomspace(1e-4, 1, RUN * RUNS, dtype=np.float32)
+    a["grads"] *= np.geomspace(1e-4, 1, SEGMENT * RUNS, dtype=np.float32)
     # Where sqrt(1 - beta2) |g| is far above eps; a thousandth of the rate besides.
     moved = (run(a, weight_decay=0.0)["params"] - a["params"])[np.abs(a["grads"]) > 1e-4]
     assert_within("step", np.abs(moved), np.full_like(moved, 1e-2), 1e-5)
@@ -90,8 +95,8 @@ def test_first_step_has_the_length_of_the_learning_rate() -> None:
 
 # Norms and biases that decay towards zero.
 def test_decay_acts_where_it_should() -> None:
-    a = {**inputs(), "grads": np.zeros(RUN * RUNS), "exp_avg": np.zeros(RUN * RUNS)}
-    got, decays = run(a)["params"], np.repeat(a["flags"], RUN) & DECAYS > 0
+    a = {**inputs(), "grads": np.zeros(SEGMENT * RUNS), "exp_avg": np.zeros(SEGMENT * RUNS)}
+    got, decays = run(a)["params"], np.repeat(a["flags"], SEGMENT) & DECAYS > 0
     np.testing.assert_array_equal(got[~decays], a["params"][~decays])
     assert_within("params", got[decays], a["params"][decays] * (1 - 1e-2 * 0.1), 1e-15)
 
@@ -126,11 +131,11 @@ def test_same_bits_again_and_on_one_thread() -> None:
 # A gradient that the next update adds to, one that is cleared for nothing, or an element that is cleared
 # before it is used.
 def test_gradient_is_cleared() -> None:
-    a = {**inputs(), "compute_weights": np.full(RUN * RUNS, np.nan, np.float32)}
+    a = {**inputs(), "compute_weights": np.full(SEGMENT * RUNS, np.nan, np.float32)}
     params, before, scalars = a["params"], a["grads"].copy(), (a["flags"], a["grad_norm"], a["lr"], a["step"])
     adamw(params, a["exp_avg"], a["exp_avg_sq"], a["grads"], a["compute_weights"], *scalars, **CONSTANTS)
     assert_same_bits(
-        {"grads": a["grads"]}, {"grads": np.where(np.repeat(a["flags"], RUN) & CLEARED, 0, before)}
+        {"grads": a["grads"]}, {"grads": np.where(np.repeat(a["flags"], SEGMENT) & ZERO_GRAD, 0, before)}
     )
     # The weights that products read lag behind by an update, or are never written.
     assert_same_bits(
@@ -140,7 +145,7 @@ def test_gradient_is_cleared() -> None:
 
 # A matrix that both optimizers move, or compute weights that are rounded before Muon has moved the matrix.
 def test_muons_runs_stay() -> None:
-    a = {**inputs(), "compute_weights": np.full(RUN * RUNS, np.nan)}
+    a = {**inputs(), "compute_weights": np.full(SEGMENT * RUNS, np.nan)}
     flat = ("params", "exp_avg", "exp_avg_sq", "grads", "compute_weights")
     results = []
     for flags in (a["flags"], a["flags"] | MUON * (np.arange(RUNS) % 3 == 1).astype(np.uint8)):
@@ -148,7 +153,7 @@ def test_muons_runs_stay() -> None:
         arrays = (*(b[name] for name in flat), flags, *(b[name] for name in ("grad_norm", "lr", "step")))
         adamw(*arrays, **CONSTANTS)
         results.append(b)
-    muons = np.repeat(np.arange(RUNS) % 3 == 1, RUN)
+    muons = np.repeat(np.arange(RUNS) % 3 == 1, SEGMENT)
     assert_same_bits(results[1], {**a, **{name: np.where(muons, a[name], results[0][name]) for name in flat}})
 
 
@@ -156,7 +161,7 @@ def test_muons_runs_stay() -> None:
 # fault.
 @pytest.mark.parametrize("norm", [np.nan, np.inf])
 def test_nothing_changes_where_the_norm_is_not_finite(norm: float) -> None:
-    a = {**inputs(), "compute_weights": np.ones(RUN * RUNS), "grad_norm": np.array(norm)}
+    a = {**inputs(), "compute_weights": np.ones(SEGMENT * RUNS), "grad_norm": np.array(norm)}
     before = {name: array.copy() for name, array in a.items()}
     arrays = (
         a[name]

@@ -281,10 +281,10 @@ def test_replayed_tokens_are_those_of_a_forward_pass(name: str) -> None:
 )
 def test_rows_that_are_taken(dtype: np.dtype[Any], width: int, kib: int, rows: int) -> None:
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from kernels.cuda.decode.decode_step import fused_rows
+    from kernels.cuda.decode.decode_step import decode_step_rows
 
     device: Any = SimpleNamespace(sm_count=132, shared_bytes=kib * 1024)
-    assert fused_rows(device, dtype, model(2, 4, 4, 256, width, 64)) == rows
+    assert decode_step_rows(device, dtype, model(2, 4, 4, 256, width, 64)) == rows
 
 
 # The oracle itself, where there is no GPU: the operations in turn are the engine's forward pass behind its

@@ -24,7 +24,7 @@ from kernels.cuda.matmul import fp8
 from kernels.cuda.runtime.compile import FOLDER
 from kernels.cuda.runtime.launch import BF16, E4M3, FLOAT, TENSOR_MAP, Kernel, Template, arguments, constants
 from kernels.ops import Ops
-from kernels.parameters import CLEARED, DECAYS, MUON, flat_size, named, parameter_table
+from kernels.parameters import DECAYS, MUON, ZERO_GRAD, flat_size, named, parameter_table
 
 ATTENTIONS, MATMUL = ("hopper", "mma", "scalar"), "custom"  # cuBLASLt has no kernels here
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -450,6 +450,6 @@ def test_launchers_repeat_the_kernels_constants() -> None:
     assert "ROWS = CAST_BLOCK / (COLUMNS / SIZE) * ROWS_PER_THREAD;" in text8
     assert block // (columns // fp8._SIZE) * 4 == fp8.ROWS
     adamw = (FOLDER / "adamw.cu").read_text(encoding="utf-8")
-    assert f"constexpr unsigned DECAYS = {DECAYS}, CLEARED = {CLEARED}, MUON = {MUON};" in adamw
+    assert f"constexpr unsigned DECAYS = {DECAYS}, ZERO_GRAD = {ZERO_GRAD}, MUON = {MUON};" in adamw
     muon, launcher = (FOLDER / "muon.cu").read_text(encoding="utf-8"), import_module("kernels.cuda.muon")
     assert f"constexpr int BLOCK = {launcher._BLOCK}, CHUNK = {launcher._CHUNK};" in muon

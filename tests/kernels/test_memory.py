@@ -14,7 +14,7 @@ from kernels.fp8 import block_weights
 from kernels.kv_cache import TokenIO
 from kernels.memory import activation_plan, check_fits, memory_plan, parameter_plan, report, total_bytes
 from kernels.optimizers import OPTIMIZERS
-from kernels.parameters import RUN, flat_size, parameter_table
+from kernels.parameters import SEGMENT, flat_size, parameter_table
 from kernels.split import one_rank
 from tests.gradient_check import MODELS
 
@@ -145,7 +145,7 @@ def test_fp8_is_counted(name: str) -> None:
     products, layers = block_weights(parameter_table(config)), config.layers
     assert len(products) == 4 * layers
     for before, after in pairwise(products):
-        assert before.offset % RUN == 0
+        assert before.offset % SEGMENT == 0
         assert before.offset + before.size <= after.offset
 
     def planned(numerics: Numerics, training: bool = True) -> dict[str, Buffer]:

@@ -14,12 +14,12 @@ from kernels.memory import activation_plan
 from kernels.model import Transformer
 from kernels.optimizers import AdamW
 from kernels.parameters import (
-    CLEARED,
     DECAYS,
     INIT_DIM,
     INIT_STD,
     RANKS,
-    RUN,
+    SEGMENT,
+    ZERO_GRAD,
     flat_size,
     initial_weights,
     named,
@@ -40,9 +40,9 @@ def test_parameters_are_apart(name: str) -> None:
     table = parameter_table(MODELS[name])
     assert len({p.name for p in table}) == len(table)
     flat = np.zeros(flat_size(table), np.float32)
-    assert len(flat) % (RUN * RANKS) == 0
+    assert len(flat) % (SEGMENT * RANKS) == 0
     for p, view in zip(table, named(flat, table).values(), strict=True):
-        assert p.offset % RUN == 0
+        assert p.offset % SEGMENT == 0
         assert view.shape == p.shape
         assert not view.any(), p.name
         view[...] = 1
@@ -70,11 +70,11 @@ def test_count_of_euler() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_an_update_does_with_a_run(name: str) -> None:
     table = parameter_table(MODELS[name])
-    flags = np.repeat(AdamW().flags(table), RUN)
+    flags = np.repeat(AdamW().flags(table), SEGMENT)
     for p in table:
         matrix = p.name.endswith(".weight") and "norm" not in p.name
         embedding = p.name == "pos.weight" or (p.name == "tok.weight" and not MODELS[name].tied_head)
-        expected = DECAYS * matrix + CLEARED * (not matrix or embedding)
+        expected = DECAYS * matrix + ZERO_GRAD * (not matrix or embedding)
         assert (flags[p.offset : p.offset + p.size] == expected).all(), p.name
 
 

@@ -12,10 +12,10 @@ from kernels.engine import Engine
 from kernels.memory import memory_plan
 from kernels.optimizers import OPTIMIZERS, Matrices, block_matrices
 from kernels.parameters import (
-    CLEARED,
     DECAYS,
     MUON,
-    RUN,
+    SEGMENT,
+    ZERO_GRAD,
     flat_size,
     named,
     parameter_table,
@@ -213,10 +213,10 @@ def test_which_matrices(name: str) -> None:
         assert (rows == rows[:, :1]).all() and ((rows // 1000) == hidden).all(), p.name
         assert not hidden or len(np.unique(rows)) == counts[part]
         flags = [
-            OPTIMIZERS[optimizer]().flags(table)[p.offset // RUN : p.offset // RUN + p.runs]
+            OPTIMIZERS[optimizer]().flags(table)[p.offset // SEGMENT : (p.offset + p.padded_size) // SEGMENT]
             for optimizer in ("adamw", "muon")
         ]
-        assert (flags[0] == DECAYS * (len(p.shape) > 1) + CLEARED * (not p.linear)).all()
+        assert (flags[0] == DECAYS * (len(p.shape) > 1) + ZERO_GRAD * (not p.linear)).all()
         assert (flags[1] == flags[0] + MUON * hidden).all()
     keys = named(flat, table)["blocks.1.qkv.weight"][
         config.dim : config.dim + config.kv_heads * config.head_dim, 0

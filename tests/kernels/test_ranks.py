@@ -11,7 +11,7 @@ import pytest
 
 from kernels.config import ModelConfig
 from kernels.optimizers import OPTIMIZERS, block_matrices, owned_matrices
-from kernels.parameters import RUN, flat_size, parameter_table
+from kernels.parameters import SEGMENT, flat_size, parameter_table
 from kernels.ranks import ALONE, OneRank, Ranks
 from kernels.split import balanced_cuts, equal_cuts
 from tests.bench.engine import MODELS as BENCH_MODELS
@@ -39,7 +39,7 @@ def test_parts_are_whole(config: ModelConfig, optimizer: str, ranks: int) -> Non
         assert before.own.start <= before.own.stop == after.own.start
         assert before.own_sum.start <= before.own_sum.stop == after.own_sum.start
     for split in splits:
-        assert all(cut % RUN == 0 for cut in split.owned)
+        assert all(cut % SEGMENT == 0 for cut in split.owned)
         assert all(cut % chunk == 0 or cut == size for cut in split.summed)
         for part, root in split.edges():
             assert splits[root].own_sum.start <= part.start <= part.stop <= splits[root].own_sum.stop

@@ -73,15 +73,15 @@ inline void gemm_dq(float (&dq)[32], unsigned long long ds_desc, unsigned long l
     wgmma_commit();
 }
 
-// p = 2^(s * scale_log2 - lse2), rounded to the fragments of P^T.
+// p = 2^(s * scale_log2 - lse2), lse2 = lse * log2(e), rounded to the fragments of P^T.
 template <int K_STEPS>
-void scores_to_probs(float (&s)[8 * K_STEPS], unsigned (&p_frag)[K_STEPS][4], const float* lse,
+void scores_to_probs(float (&s)[8 * K_STEPS], unsigned (&p_frag)[K_STEPS][4], const float* row_lse2,
                      float scale_log2) {
 #pragma unroll
     for (int k = 0; k < K_STEPS; k++) {
 #pragma unroll
         for (int i = 8 * k; i < 8 * k + 8; i += 4) {
-            const float2 lse2 = *reinterpret_cast<const float2*>(lse + i * 2);
+            const float2 lse2 = *reinterpret_cast<const float2*>(row_lse2 + i * 2);
 #pragma unroll
             for (int e = i; e < i + 4; e++) s[e] = exp2_approx(s[e] * scale_log2 - (e % 2 ? lse2.y : lse2.x));
         }
@@ -157,7 +157,7 @@ void store_dkv(float (&dk)[D_TILES][32], float (&dv)[D_TILES][32], const TensorM
     }
     if (!partial) return;
     // WAR: these buffers are written again only after all warps have read them. With KV_ROTATES_WITH_DS the
-    // next work tile's first DS_BARRIER guarantees it, otherwise release_kv.
+    // next work tile's first DS_BARRIER guarantees it, otherwise arrive_kv_empty.
     float* sums =
         work.partial_row(partial, warpgroup, length, (heads + 2 * kv_heads) * HEAD_DIM) + k_head * HEAD_DIM;
 #pragma unroll
@@ -178,7 +178,7 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
     const int warpgroup = warp_number() * WARP / WARPGROUP, first_row = warpgroup * WARPGROUP_ROWS;
     const int thread = threadIdx.x % WARPGROUP, lane = threadIdx.x % WARP;
     const float scale_log2 = scale * LOG2_E;
-    const float* lse_delta = reinterpret_cast<float*>(smem_base + (smem.lse_delta - smem.kv));
+    const float* lse2_delta = reinterpret_cast<float*>(smem_base + (smem.lse2_delta - smem.kv));
     const unsigned char* doc_begins = smem_base + (smem.doc_begin - smem.kv);
     float s[TILE / 2] = {}, dp[TILE / 2] = {}, dq[32] = {};  // 0: wgmma's accumulators are inputs too
     unsigned a_frag[TILE / 16][4];  // P^T, then dS^T
@@ -201,7 +201,7 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
         float dk[D_TILES][32] = {}, dv[D_TILES][32] = {};
         issue_scores(k_desc);
         if (KV_ROTATES_WITH_DS<HEAD_DIM>) {
-            release_kv(smem);
+            arrive_kv_empty(smem);
             // WAR: the second step's ds, or after a single step the next K and V, go to the buffer from which
             // dk and dv are stored. DS_BARRIER passes this wait on, or q_empty to the producer.
             if (thread == 0) bulk_wait_read();
@@ -209,25 +209,25 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
         wait(smem.kv_full[1], tile_iter % 2);
         wgmma_wait<0>();
         warpgroup_fence_operand(s);
-        int query = 0;  // the query tile's first, from the work tile's first key
+        int first_query = 0;  // of the query tile, from the work tile's first key; 0 for each head
         for (const unsigned end = step + work.steps(); step < end;) {
             const unsigned stage = step % STAGES;
             const unsigned q_tile = smem.q + stage * smem.Q_BYTES;
             const unsigned dout_tile = smem.dout + stage * smem.Q_BYTES;
-            const float* row_lse = lse_delta + stage * 2 * TILE + lane % 4 * 2;
+            const float* row_lse2 = lse2_delta + stage * 2 * TILE + lane % 4 * 2;
             wait(smem.dout_full[stage], step / STAGES % 2);
             wgmma_fence();
             gemm_scores<HEAD_DIM>(dp, v_desc, dout_tile);
             const unsigned char* doc_begin = doc_begins + stage * TILE;
             // At D = 128 warpgroup 1's first scores are all masked, but dQ reads the zeros of its dS.
-            if (query < first_row + WARPGROUP_ROWS - 1 || doc_begin[TILE - 1] > first_row)
-                apply_mask<TILE>(s, first_row + thread / WARP * 16 + lane / 4, query, doc_begin);
-            scores_to_probs(s, a_frag, row_lse, scale_log2);
+            if (first_query < first_row + WARPGROUP_ROWS - 1 || doc_begin[TILE - 1] > first_row)
+                apply_mask<TILE>(s, first_row + thread / WARP * 16 + lane / 4, first_query, doc_begin);
+            scores_to_probs(s, a_frag, row_lse2, scale_log2);
             wgmma_fence();
             gemm_dkv(dv, a_frag, dout_tile);
             wgmma_wait<1>();  // dP^T is complete; dV may be in flight
             warpgroup_fence_operand(dp);
-            probs_to_ds(dp, a_frag, row_lse + TILE);
+            probs_to_ds(dp, a_frag, row_lse2 + TILE);
             wgmma_wait<0>();  // dV has read a_frag
             // WAR: an earlier dQ read this ds buffer. Both warpgroups completed it before the last
             // DS_BARRIER: the previous step's, or store_dkv's in the first step of a work tile.
@@ -255,14 +255,14 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
             wgmma_wait<0>();  // S^T is complete: no accumulator is pending across the back-edge
             warpgroup_fence_operand(s);
             buffers.next_step();
-            query = query + TILE == work.query_tiles * TILE ? 0 : query + TILE;  // 0: of the next query head
+            first_query = first_query + TILE == work.query_tiles * TILE ? 0 : first_query + TILE;
         }
         wgmma_wait<0>();  // nothing is in flight, but ptxas does not know it after a loop
         store_dkv<HEAD_DIM>(dk, dv, dqkv_map, partial, k_buffer, v_buffer, work, length, heads, kv_heads,
                             scale);
         if (!KV_ROTATES_WITH_DS<HEAD_DIM>) {
             if (thread == 0) bulk_wait_read();  // the stores have read dk and dv from the K+V buffer
-            release_kv(smem);
+            arrive_kv_empty(smem);
         }
         buffers.next_work_tile();
     }

@@ -73,7 +73,7 @@ struct SmemLayout {
     unsigned kv, ds;       // K+V, and two ds buffers: the roles at the start, see RotatingBuffers
     unsigned q, dout;      // STAGES each
     unsigned dq, dq_prev;  // a warpgroup's part of dq, and its predecessors' sum: CONSUMERS each
-    unsigned lse_delta;    // (STAGES, 2, TILE) fp32
+    unsigned lse2_delta;    // (STAGES, 2, TILE) fp32
     unsigned doc_begin;  // (STAGES, TILE) bytes: the query's start minus first_key, clamped to 0 .. KEY_TILE
     Barriers kv_full, kv_empty, q_full, dout_full, q_empty, dq_full, dq_empty, dq_prev_full;
     WorkTile* work_tiles;  // WORK_TILE_SLOTS
@@ -81,7 +81,7 @@ struct SmemLayout {
     explicit SmemLayout(unsigned char* base)
         : kv(shared_address(base)), ds(kv + 2 * K_BYTES), q(ds + 2 * DS_BYTES), dout(q + STAGES * Q_BYTES),
           dq(dout + STAGES * Q_BYTES), dq_prev(dq + CONSUMERS * DQ_BYTES),
-          lse_delta(dq_prev + CONSUMERS * DQ_BYTES), doc_begin(lse_delta + STAGES * 2 * LSE_BYTES),
+          lse2_delta(dq_prev + CONSUMERS * DQ_BYTES), doc_begin(lse2_delta + STAGES * 2 * LSE_BYTES),
           kv_full(doc_begin + STAGES * TILE), kv_empty(kv_full.end(2)), q_full(kv_empty.end(1)),
           dout_full(q_full.end(STAGES)), q_empty(dout_full.end(STAGES)), dq_full(q_empty.end(STAGES)),
           dq_empty(dq_full.end(CONSUMERS)), dq_prev_full(dq_empty.end(CONSUMERS)),
@@ -139,7 +139,7 @@ void producer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dout_map, const
               const int* start, int batch, int length, int heads, int kv_heads) {
     constexpr int TILE = QUERY_TILE<HEAD_DIM>;
     const int lane = threadIdx.x % WARP;
-    float* lse_delta = reinterpret_cast<float*>(smem_base + (smem.lse_delta - smem.kv)) + lane;
+    float* lse2_delta = reinterpret_cast<float*>(smem_base + (smem.lse2_delta - smem.kv)) + lane;
     unsigned char* doc_begin = smem_base + (smem.doc_begin - smem.kv) + lane;
     RotatingBuffers<HEAD_DIM> buffers(smem);
     unsigned step = 0;  // counts query tiles of all work tiles
@@ -149,13 +149,13 @@ void producer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dout_map, const
     // Loads a query tile: q and dout by TMA, lse, delta and start through registers.
     const auto load_query_tile = [&](const WorkTile& work, int head, int tile) {
         const unsigned stage = step % STAGES;
-        float row_lse[TILE / WARP], row_delta[TILE / WARP];
+        float row_lse2[TILE / WARP], row_delta[TILE / WARP];
         unsigned char row_begin[TILE / WARP];
 #pragma unroll
         for (int i = 0; i < TILE / WARP; i++) {
             const int query = tile * TILE + i * WARP + lane, clamped = min(query, length - 1);
             const long long index = ((long long)work.b * heads + head) * length + clamped;
-            row_lse[i] = query < length ? lse[index] * LOG2_E : -minus_infinity();  // p = 0 past the end
+            row_lse2[i] = query < length ? lse[index] * LOG2_E : -minus_infinity();  // p = 0 past the end
             row_delta[i] = delta[index];
             row_begin[i] =
                 min(max(start[(long long)work.b * length + clamped] - work.first_key, 0), KEY_TILE);
@@ -163,8 +163,8 @@ void producer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dout_map, const
         wait_empty(step);
 #pragma unroll
         for (int i = 0; i < TILE / WARP; i++) {
-            lse_delta[stage * 2 * TILE + i * WARP] = row_lse[i];
-            lse_delta[stage * 2 * TILE + i * WARP + TILE] = row_delta[i];
+            lse2_delta[stage * 2 * TILE + i * WARP] = row_lse2[i];
+            lse2_delta[stage * 2 * TILE + i * WARP + TILE] = row_delta[i];
             doc_begin[stage * TILE + i * WARP] = row_begin[i];
         }
         if (lane == 0) {
@@ -186,10 +186,10 @@ void producer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dout_map, const
                  tile++, step++) {
                 load_query_tile(work, head, tile);
                 if (step > first_step) continue;
-                // K and V follow the first q: the previous work tile's unused S^T waits for this q, and
-                // consumers release K and V after it (D = 128). The stage of step + 1 is that of the previous
-                // work tile's last step. Once it is empty, all consumers have passed their wait for
-                // kv_full[1], that step has read V, and the idle ds buffer has been read.
+                // K and V follow the first q, never precede it: consumers still issue an unused S^T with this
+                // q before they release the previous K and V (D = 128). The other stage belonged to the
+                // previous work tile's last step. Once all consumers release it, they have seen kv_full[1],
+                // and nobody reads the previous V or the other ds buffer any more.
                 wait_empty(step + 1);
                 wait(smem.kv_empty[0], tile_iter % 2 ^ 1);
                 if (lane == 0) {
@@ -226,7 +226,7 @@ const WorkTile& wait_work_tile(const SmemLayout<HEAD_DIM>& smem, unsigned tile_i
 // Warp: arrives at kv_empty. At D = 128 the producer may then overwrite K and V. At D = 64 buffers rotate,
 // and the arrival only says that the warp has seen kv_full's phase, so that the next phase may complete.
 template <int HEAD_DIM>
-void release_kv(const SmemLayout<HEAD_DIM>& smem) {
+void arrive_kv_empty(const SmemLayout<HEAD_DIM>& smem) {
     __syncwarp();  // all lanes have seen kv_full's phase, so the next phase may complete
     if (threadIdx.x % WARP == 0) arrive(smem.kv_empty[0]);
 }

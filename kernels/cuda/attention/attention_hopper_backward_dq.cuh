@@ -26,7 +26,7 @@ void dq_writer(const SmemLayout<HEAD_DIM>& smem, int warpgroup, const unsigned c
     unsigned step = 0, prev_loads = 0;  // over all work tiles
     for (unsigned tile_iter = 0;; tile_iter++) {
         const WorkTile& work = wait_work_tile(smem, tile_iter);
-        release_kv(smem);
+        arrive_kv_empty(smem);
         if (work.query_tiles == 0) return;
         for (int head = work.head_begin; head < work.head_end; head++) {
             const int column = head * HEAD_DIM + first_column + lane % 4 * 2;

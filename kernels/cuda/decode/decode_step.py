@@ -58,7 +58,7 @@ def decode_step(
     Memory: the device keeps a buffer of 8 bytes for each word that blocks exchange.
     """
     c = config
-    assert logits.dtype == BF16 and tokens.size <= fused_rows(device, logits.dtype, c), (
+    assert logits.dtype == BF16 and tokens.size <= decode_step_rows(device, logits.dtype, c), (
         f"decode_step: {tokens.size} rows"
     )
     found = _template(c, tokens.size, device.sm_count, device.shared_bytes)
@@ -89,7 +89,7 @@ def decode_step(
     )  # fmt: skip
 
 
-def fused_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int:
+def decode_step_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) -> int:
     """The most rows that decode_step takes of this model: MAX_ROWS, or 0 if it does not take the model.
 
     A model that fits only with fewer rows is refused: otherwise the kernel, and so the bits, would depend on

@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(SCALE_BLOCK)
 // Delayed scaling, one thread per amax. scales (products, 3, 4): of weight, input and output gradient, each
 // padded to 16 bytes for cuBLASLt. amax (products, 2): of input and output gradient. If the gradient norm is
 // not finite, the update is skipped, and both arrays stay as they are.
-__global__ void fp8_rescale(float* scales, int* amax, const double* norm, int count) {
+__global__ void fp8_rescale(float* scales, int* amax, const double* grad_norm, int count) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= count || !isfinite(*norm)) return;
+    if (i >= count || !isfinite(*grad_norm)) return;
     // amax is 0 if no token of the update counted in the loss. Then the old scale is the better guess.
     if (amax[i] > 0) scales[12 * (i / 2) + 4 * (1 + i % 2)] = scale_from_amax(amax[i]);
     amax[i] = 0;

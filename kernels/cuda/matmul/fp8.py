@@ -84,7 +84,9 @@ def _cast(
     )  # fmt: skip
 
 
-def fp8_rescale(device: Device, scales: Array, amax: Array, norm: Array) -> None:
+def fp8_rescale(device: Device, scales: Array, amax: Array, grad_norm: Array) -> None:
     """See kernels/cpu/fp8.py."""
     blocks = -(-amax.size // _RESCALE_BLOCK)
-    device.launch(_RESCALE, (), blocks, _RESCALE_BLOCK, scales=scales, amax=amax, norm=norm, count=amax.size)
+    device.launch(
+        _RESCALE, (), blocks, _RESCALE_BLOCK, scales=scales, amax=amax, grad_norm=grad_norm, count=amax.size
+    )

@@ -133,32 +133,32 @@ void store_column_sums(const float (&acc)[M_TILES][TILE_N / 2], float* partial, 
     }
 }
 
-// One thread: issues the load of box `box` of the tile's up. `load` counts the warpgroup's loads; the
+// One thread: issues the load of box `box` of the tile's up. `load_index` counts the warpgroup's loads; the
 // epilogue buffers are a ring.
 template <int TILE_N>
 void load_up(const SharedMemory<TILE_N>& smem, const TensorMap& up_map, const Tiles<TILE_N>& tiles, int box,
-             unsigned load) {
-    const unsigned buffer = threadIdx.x / WARPGROUP * EPILOGUE_BUFFERS + load % EPILOGUE_BUFFERS;
+             unsigned load_index) {
+    const unsigned buffer = threadIdx.x / WARPGROUP * EPILOGUE_BUFFERS + load_index % EPILOGUE_BUFFERS;
     arrive_expecting(smem.up_full[buffer], BOX_BYTES);
     tma_load(smem.epilogue + buffer * BOX_BYTES, up_map, smem.up_full[buffer],
              tiles.column + box / M_TILES * BOX, 0, tiles.row + box % M_TILES * BOX, 0);
 }
 
 // Backward epilogue of a warpgroup: stores dup of a tile, one box at a time. dup overwrites up in its buffer.
-// `load`: number of up boxes of the warpgroup's earlier tiles.
+// `load_index`: number of up boxes of the warpgroup's earlier tiles.
 template <int TILE_N>
 void gelu_backward_epilogue(float (&acc)[M_TILES][TILE_N / 2], const SharedMemory<TILE_N>& smem,
                             const TensorMap& up_map, const TensorMap& dup_map, const Tiles<TILE_N>& tiles,
-                            unsigned load) {
+                            unsigned load_index) {
     constexpr int BOXES = M_TILES * TILE_N / BOX;
     const int warpgroup = threadIdx.x / WARPGROUP, thread = threadIdx.x % WARPGROUP;
     const int lane = threadIdx.x % WARP, row = thread / WARP * 16 + lane % 16;
 #pragma unroll
-    for (int box = 0; box < BOXES; box++, load++) {
+    for (int box = 0; box < BOXES; box++, load_index++) {
         const int m_tile = box % M_TILES, n_tile = box / M_TILES;
-        const unsigned buffer = warpgroup * EPILOGUE_BUFFERS + load % EPILOGUE_BUFFERS;
+        const unsigned buffer = warpgroup * EPILOGUE_BUFFERS + load_index % EPILOGUE_BUFFERS;
         const unsigned tile = smem.epilogue + buffer * BOX_BYTES;
-        wait(smem.up_full[buffer], load / EPILOGUE_BUFFERS % 2);
+        wait(smem.up_full[buffer], load_index / EPILOGUE_BUFFERS % 2);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             unsigned fragment[4];
@@ -176,7 +176,7 @@ void gelu_backward_epilogue(float (&acc)[M_TILES][TILE_N / 2], const SharedMemor
             bulk_commit();
             if (box > 0 && box - 1 + EPILOGUE_BUFFERS < BOXES) {
                 bulk_wait_read<1>();  // the previous box's store has read its buffer
-                load_up(smem, up_map, tiles, box - 1 + EPILOGUE_BUFFERS, load - 1 + EPILOGUE_BUFFERS);
+                load_up(smem, up_map, tiles, box - 1 + EPILOGUE_BUFFERS, load_index - 1 + EPILOGUE_BUFFERS);
             }
         }
     }
