@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 Norm = Literal["rmsnorm", "layernorm"]
 Position = Literal["rope", "learned"]
 Mlp = Literal["swiglu", "gelu"]
+QkNorm = Literal["none", "weighted", "unweighted"]
 Precision = Literal["fp32", "tf32", "bf16", "fp8"]
 Recompute = Literal["none", "mlp"]
 Matmul = Literal["cublaslt", "custom"]
@@ -35,6 +36,8 @@ class ModelConfig:
         context: the most tokens the model sees at once.
         mtp_heads: prediction heads; head k predicts the token k + 1 ahead.
         norm, position, mlp: the parts.
+        qk_norm: RMSNorm of each query and key head before the rotation, with a learned weight that the heads
+            share, or without; with norm_eps.
         bias: whether every linear layer adds a bias (the heads never do).
         tied_head: whether head 0 is the token embedding itself.
         rope_base: base of RoPE's geometric frequencies, unused with learned positions.
@@ -59,6 +62,7 @@ class ModelConfig:
     tied_head: bool = False
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
+    qk_norm: QkNorm = "none"
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "kv_heads", "dim", "ffn", "context", "mtp_heads"):
@@ -66,7 +70,7 @@ class ModelConfig:
                 raise ValueError(f"model.{name}: expected at least 1, got {getattr(self, name)}")
         if not 1 <= self.vocab_size <= 65536:
             raise ValueError(f"vocab_size: expected 1 to 65536 (shards hold uint16), got {self.vocab_size}")
-        for name, kind in (("norm", Norm), ("position", Position), ("mlp", Mlp)):
+        for name, kind in (("norm", Norm), ("position", Position), ("mlp", Mlp), ("qk_norm", QkNorm)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(
                     f"model.{name}: expected one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}"
@@ -81,6 +85,11 @@ class ModelConfig:
             raise ValueError(
                 "model.dim / model.heads: rope rotates pairs and needs an even head width, got "
                 f"{self.head_dim}"
+            )
+        if self.qk_norm != "none" and self.head_dim % 2:
+            raise ValueError(
+                "model.dim / model.heads: model.qk_norm normalises pairs and needs an even head width, got "
+                f"{self.head_dim}; set model.qk_norm to none, or another model.heads"
             )
         if self.mtp_heads > self.context:
             raise ValueError(

@@ -15,7 +15,7 @@ from kernels.fp8 import fp8_plan
 from kernels.ops import Ops
 from kernels.optimizers import AdamW
 from kernels.parameters import Parameter, flat_size, parameter_table, stream_parameters
-from kernels.parts import MLPS, NORMS
+from kernels.parts import MLPS, NORMS, QK_NORMS
 from kernels.split import Split, one_rank
 
 # At most this many bytes of logits are held at once; a head goes over its positions in as many parts as that
@@ -67,6 +67,8 @@ def activation_plan(
     for statistic in NORMS[c.norm].statistics:
         for name, count in (("norm1", layers), ("norm2", layers), ("norm", 1)):
             plan.append(Buffer(f"{name}_{statistic}", "activations", (rows,), dtype, count))
+    if QK_NORMS[c.qk_norm].has_rstd:
+        plan.append(Buffer("qk_rstd", "activations", (rows, c.heads + c.kv_heads), dtype, layers))
     plan.append(Buffer("logits", "logits", (logits_rows(c, rows, storage), c.padded_vocab), storage))
     plan.append(Buffer("nll", "logits", (rows,), dtype))
     if training:

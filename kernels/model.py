@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kernels.kv_cache import KVCache
-from kernels.parts import MLPS, NORMS, POSITIONS, decode_step_supports
+from kernels.parts import MLPS, NORMS, POSITIONS, QK_NORMS, decode_step_supports
 from kernels.parts.tensors import Tensors
 
 Array = np.ndarray[Any, Any]
@@ -31,6 +31,7 @@ class Transformer:
         c = tensors.config
         self.tensors, self.config = tensors, c
         self._norm, self._position, self._mlp = NORMS[c.norm], POSITIONS[c.position], MLPS[c.mlp]
+        self._qk_norm = QK_NORMS[c.qk_norm]
         self._rope_table = self._position.table(c, tensors.ops)
         fused = tensors.ops.decode_step_ops
         # The most new tokens that decode_step takes.
@@ -68,7 +69,7 @@ class Transformer:
             qkv = t.arena.rows("qkv", rows, i)
             ops.matmul_forward(qkv, norm1, t.weight(f"{block}qkv", training=training), t.bias(f"{block}qkv"))
             qkv = qkv.reshape(batch, length, c.qkv_heads, c.head_dim)
-            self._position.forward(t, qkv, start, self._rope_table)
+            self._qk_norm.forward(t, self._position, i, qkv, start, self._rope_table)
             attended = t.arena.rows("attended", rows, i)
             out = attended.reshape(batch, length, c.heads, c.head_dim)
             if cache is None:
@@ -119,9 +120,9 @@ class Transformer:
                 t.arena.view("lse", (batch, c.heads, length), i),
                 t.arena.view("qkv", dqkv_heads.shape, i),
                 start,
-                self._position.attention_dbias(t, f"{block}qkv"),
+                self._qk_norm.attention_dbias(t, self._position, f"{block}qkv"),
             )
-            self._position.backward(t, f"{block}qkv", dqkv_heads, start, self._rope_table)
+            self._qk_norm.backward(t, self._position, i, dqkv_heads, start, self._rope_table)
             t.matmul_backward(f"{block}qkv", dnorm, dqkv, norm1, accumulate=accumulate)
             branch_linear = f"blocks.{i - 1}.down" if i else None
             self._norm_backward(block, "norm1", i, dresidual, dresidual, dnorm, branch_linear)

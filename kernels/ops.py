@@ -114,6 +114,15 @@ class Ops(Protocol):
     def rope_table(self, context: int, head_dim: int, base: float) -> Array: ...
     def rope_forward(self, qkv: Array, start: Array, table: Array, *, rotated: int) -> None: ...
     def rope_backward(self, dqkv: Array, start: Array, table: Array, *, rotated: int) -> None: ...
+    def qk_norm_forward(
+        self, qkv: Array, rstd: Array, start: Array, table: Array | None, query_weight: Array | None,
+        key_weight: Array | None, *, kv_heads: int, eps: float,
+    ) -> None: ...  # fmt: skip
+    def qk_norm_backward(
+        self, dqkv: Array, dquery_weight: Array | None, dkey_weight: Array | None, qkv: Array, rstd: Array,
+        start: Array, table: Array | None, query_weight: Array | None, key_weight: Array | None, *,
+        kv_heads: int,
+    ) -> None: ...  # fmt: skip
     def attention_forward(self, out: Array, lse: Array, qkv: Array, start: Array) -> None: ...
     def attention_backward(
         self, dqkv: Array, dout: Array, out: Array, lse: Array, qkv: Array, start: Array,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.config import ModelConfig
-from kernels.parts import NORMS, POSITIONS
+from kernels.parts import NORMS, POSITIONS, QK_NORMS
 
 Array = np.ndarray[Any, Any]
 
@@ -108,6 +108,8 @@ def parameter_table(config: ModelConfig) -> list[Parameter]:
         add_linear(block, "up", std)
         add_norm(f"{block}norm2")
         add_linear(block, "proj", branch_std)
+        for name in QK_NORMS[c.qk_norm].parameters:
+            add(f"{block}{name}.weight", c.head_dim, std=None)
         add_linear(block, "qkv", std)
         add_norm(f"{block}norm1")
     if POSITIONS[c.position].embedding:

@@ -13,11 +13,11 @@ In training, every document of a base model begins with <|endoftext|>. So the to
 that token before a text. The tokenizer of a chat model does not: conversations begin with the tokens of the
 chat template.
 
-A model of the euler parts becomes a LlamaForCausalLM, one of GPT-2's parts a GPT2LMHeadModel. Other
-combinations have no class in transformers and are refused. Neither class has MTP heads; they go to
-mtp_heads.safetensors. Padding rows of the vocabulary are removed. If a text contains a special token as typed
-text, transformers reads it as the special token, while our encoder reads it as text: remove special tokens
-from what users type.
+A model of the euler parts becomes a LlamaForCausalLM, with weighted QK-norm a Qwen3ForCausalLM, and one of
+GPT-2's parts a GPT2LMHeadModel. Other combinations have no class in transformers and are refused. No class
+has MTP heads; they go to mtp_heads.safetensors. Padding rows of the vocabulary are removed. If a text
+contains a special token as typed text, transformers reads it as the special token, while our encoder reads
+it as text: remove special tokens from what users type.
 """
 
 import json
@@ -82,7 +82,7 @@ def export(checkpoint: Checkpoint, tokenizer: Tokenizer, output: Path, *, kind: 
         raise ValueError(
             f"output: {output} contains files but no earlier export; set output to an empty or new folder"
         )
-    theirs = (llama_weights if name == "LlamaForCausalLM" else gpt2_weights)(weights, c)
+    theirs = (gpt2_weights if name == "GPT2LMHeadModel" else llama_weights)(weights, c)
     write_arrays(output / "model.safetensors", theirs, FORMAT)
     if c.mtp_heads > 1:
         # Entry k predicts the token k + 2 ahead: head 0 is not included.

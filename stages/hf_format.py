@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kernels.config import ModelConfig
+from kernels.parts import QK_NORMS
 from stages.chat_template import special_id
 from stages.special_tokens import END, PAD, ROLES, SEPARATOR, opener
 from stages.tokenizer import Tokenizer
@@ -16,14 +17,17 @@ from stages.tokenizer import Tokenizer
 Weights = dict[str, np.ndarray]
 
 # The parts of each class. `architecture` also checks that GPT-2 has no grouped KV heads.
+LLAMA = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
 PARTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False},
+    "LlamaForCausalLM": LLAMA | {"qk_norm": "none"},
+    "Qwen3ForCausalLM": LLAMA | {"qk_norm": "weighted"},
     "GPT2LMHeadModel": {
         "position": "learned",
         "norm": "layernorm",
         "mlp": "gelu",
         "bias": True,
         "tied_head": True,
+        "qk_norm": "none",
     },
 }
 
@@ -77,8 +81,8 @@ def architecture(config: ModelConfig) -> str:
 
 
 def llama_weights(weights: Mapping[str, np.ndarray], c: ModelConfig) -> Weights:
-    """The weights by the names of LlamaForCausalLM. Both store linear weights as (outputs, inputs) and rotate
-    halves in rope.
+    """The weights by the names of LlamaForCausalLM and Qwen3ForCausalLM. Like ours, their linear weights are
+    (outputs, inputs), and rope rotates halves.
     """
     queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
     out = {
@@ -103,6 +107,8 @@ def llama_weights(weights: Mapping[str, np.ndarray], c: ModelConfig) -> Weights:
             ("mlp.down_proj", weights[f"{ours}down.weight"]),
         ):
             out[f"{theirs}{name}.weight"] = array
+        for name in QK_NORMS[c.qk_norm].parameters:
+            out[f"{theirs}self_attn.{name}.weight"] = weights[f"{ours}{name}.weight"]
     return out
 
 
@@ -131,10 +137,10 @@ def hf_config(c: ModelConfig, name: str) -> dict[str, Any]:
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": c.tied_head,
     }
-    if name == "LlamaForCausalLM":
+    if name != "GPT2LMHeadModel":
         return {
             **both,
-            "model_type": "llama",
+            "model_type": {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}[name],
             "hidden_size": c.dim,
             "intermediate_size": c.ffn,
             "num_hidden_layers": c.layers,

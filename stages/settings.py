@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kernels.config import Mlp, ModelConfig, Norm, Numerics, Position
+from kernels.config import Mlp, ModelConfig, Norm, Numerics, Position, QkNorm
 from stages.overrides import apply_overrides
 from stages.schema import build, require
 from stages.sources.corpus import NOTHING, Conversations, Corpus, check_watched
@@ -85,6 +85,8 @@ class Model:
     tied_head: bool
     rope_base: float
     norm_eps: float
+    # Parts that most models do not have. A model's file names them only if it uses them.
+    qk_norm: QkNorm = "none"
 
     def __post_init__(self) -> None:
         self.config(vocab_size=BYTE_IDS)  # ModelConfig validates; any vocabulary size will do

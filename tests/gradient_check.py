@@ -2,7 +2,7 @@
 
     python -m tests.gradient_check [--seeds 3] [--elements 64]
 
-prints, for four architectures, the largest relative error of each tensor over
+prints, for each architecture, the largest relative error of each tensor over
 max(|analytic|, |numeric|, 1e-4 of the tensor's largest gradient), and fails where one exceeds 1e-6.
 """
 
@@ -33,6 +33,10 @@ MODELS = {
         tied_head=True,
     ),
     "rotary": ModelConfig(**SIZES, heads=3, kv_heads=1, bias=True),
+    "qk_norm": ModelConfig(**SIZES, heads=3, kv_heads=1, bias=True, qk_norm="weighted"),
+    "qk_norm_learned": ModelConfig(
+        **SIZES, heads=3, kv_heads=3, position="learned", tied_head=True, qk_norm="unweighted"
+    ),
     "mixed": ModelConfig(
         **SIZES, heads=3, kv_heads=3, mtp_heads=2, norm="layernorm", mlp="gelu", tied_head=True
     ),

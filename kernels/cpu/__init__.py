@@ -31,6 +31,7 @@ from kernels.cpu.layernorm import (
 from kernels.cpu.matmul import matmul_backward, matmul_forward
 from kernels.cpu.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
 from kernels.cpu.muon import muon
+from kernels.cpu.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.cpu.rmsnorm import (
     residual_rmsnorm_backward,
     residual_rmsnorm_forward,
@@ -88,6 +89,8 @@ class CpuOps:
     matmul_gelu_backward = staticmethod(matmul_gelu_backward)
     bias_forward = staticmethod(bias_forward)
     bias_backward = staticmethod(bias_backward)
+    qk_norm_forward = staticmethod(qk_norm_forward)
+    qk_norm_backward = staticmethod(qk_norm_backward)
     rope_forward = staticmethod(rope_forward)
     rope_backward = staticmethod(rope_backward)
     attention_forward = staticmethod(attention_forward)

@@ -35,6 +35,7 @@ from kernels.cuda.matmul.matmul import matmul_backward, matmul_forward
 from kernels.cuda.matmul.matmul_fp8 import cast_weight, fp8_mlp_backward, fp8_mlp_forward, fp8_weight
 from kernels.cuda.matmul.matmul_gelu import matmul_gelu_backward, matmul_gelu_forward
 from kernels.cuda.muon import muon
+from kernels.cuda.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.cuda.rmsnorm import (
     residual_rmsnorm_backward,
     residual_rmsnorm_forward,
@@ -78,6 +79,7 @@ class CudaOps(Device):
     matmul_gelu_forward, matmul_gelu_backward = matmul_gelu_forward, matmul_gelu_backward
     bias_forward, bias_backward = bias_forward, bias_backward
     rope_forward, rope_backward = rope_forward, rope_backward
+    qk_norm_forward, qk_norm_backward = qk_norm_forward, qk_norm_backward
     attention_forward, attention_backward = attention_forward, attention_backward
     decode_attention_forward = decode_attention_forward
     decode_step = decode_step

@@ -10,13 +10,19 @@ from kernels.config import ModelConfig
 from kernels.parts.mlps import Gelu, Mlp, Swiglu
 from kernels.parts.norms import LAYERNORM, RMSNORM, Norm
 from kernels.parts.positions import Learned, Position, Rope
+from kernels.parts.qk_norms import NoQkNorm, QkNorm, RmsQkNorm
 
 NORMS: dict[str, Norm] = {"rmsnorm": RMSNORM, "layernorm": LAYERNORM}
 POSITIONS: dict[str, Position] = {"rope": Rope(), "learned": Learned()}
+QK_NORMS: dict[str, QkNorm] = {
+    "none": NoQkNorm(),
+    "weighted": RmsQkNorm(weighted=True),
+    "unweighted": RmsQkNorm(weighted=False),
+}
 MLPS: dict[str, Mlp] = {"swiglu": Swiglu(), "gelu": Gelu()}
 
 
 def decode_step_supports(c: ModelConfig) -> bool:
     """Whether decode_step.cu computes all parts of the model."""
-    norm, position, mlp = NORMS[c.norm], POSITIONS[c.position], MLPS[c.mlp]
-    return norm.in_decode_step and position.in_decode_step and mlp.in_decode_step
+    parts = NORMS[c.norm], POSITIONS[c.position], QK_NORMS[c.qk_norm], MLPS[c.mlp]
+    return all(part.in_decode_step for part in parts)

@@ -34,6 +34,7 @@ LARGE = {
         bias=True,
         tied_head=True,
     ),
+    "qwen3": ModelConfig(**SIZES, heads=2, kv_heads=1, tied_head=True, qk_norm="weighted"),
 }
 CASES = [*(("odd", name) for name in MODELS), *(("large", name) for name in LARGE)]
 

@@ -239,6 +239,12 @@ def attention_calls(m: Maker, s: Sizes) -> Calls:
     table, rotated = f(length, 2, head_dim // 2), s.heads + s.kv_heads
     yield "rope_forward", (qkv, ids, table), {"rotated": rotated}
     yield "rope_backward", (qkv, ids, table), {"rotated": rotated}
+    rstd = f(batch * length, rotated)
+    for weight, angles in ((f(head_dim), table), (None, table), (f(head_dim), None)):
+        sizes = {"kv_heads": s.kv_heads}
+        inputs = (ids, angles, weight, weight)
+        yield "qk_norm_forward", (qkv, rstd, *inputs), sizes | {"eps": 1e-5}
+        yield "qk_norm_backward", (qkv, weight, weight, qkv, rstd, *inputs), sizes
     yield "attention_forward", (out, lse, qkv, ids), {}
     for dbias in (None, f(all_heads * head_dim)):
         yield "attention_backward", (qkv, out, out, lse, qkv, ids, dbias), {}

@@ -32,7 +32,9 @@ GPT2 = replace(
     bias=True,
     tied_head=True,
 )
-MODELS = {"euler": EULER, "gpt2": GPT2}
+QWEN3 = replace(EULER, mtp_heads=1, tied_head=True, qk_norm="weighted")
+MODELS = {"euler": EULER, "gpt2": GPT2, "qwen3": QWEN3}
+CLASSES = {"euler": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "qwen3": "Qwen3ForCausalLM"}
 # Linear weights, embeddings and biases times this: scores times its square, so that attention looks at few
 # tokens.
 SCALE = 4.0
@@ -98,7 +100,9 @@ def exported(config: ModelConfig, weights: Weights, folder: Path, kind: str = "c
         folder, output_loading_info=True, dtype=torch.float32
     )
     assert not [names for names in loading.values() if names], loading
-    assert type(model).__name__ == ("LlamaForCausalLM" if config.position == "rope" else "GPT2LMHeadModel")
+    name = next(name for name in MODELS if MODELS[name].position == config.position
+                and MODELS[name].qk_norm == config.qk_norm)  # fmt: skip
+    assert type(model).__name__ == CLASSES[name]
     return model.eval()
 
 
@@ -130,13 +134,16 @@ def in_float64(model: Any, config: ModelConfig) -> Any:
         for layer in model.model.layers:
             layer.input_layernorm = exact_norm(layer.input_layernorm, config)
             layer.post_attention_layernorm = exact_norm(layer.post_attention_layernorm, config)
+            if config.qk_norm != "none":
+                layer.self_attn.q_norm = exact_norm(layer.self_attn.q_norm, config)
+                layer.self_attn.k_norm = exact_norm(layer.self_attn.k_norm, config)
         model.model.norm = exact_norm(model.model.norm, config)
     return model
 
 
 def exact_norm(norm: Any, config: ModelConfig) -> torch.nn.RMSNorm:
     """PyTorch's own RMSNorm with the weight of transformers'."""
-    exact = torch.nn.RMSNorm(config.dim, config.norm_eps, dtype=torch.float64)
+    exact = torch.nn.RMSNorm(norm.weight.shape, config.norm_eps, dtype=torch.float64)
     exact.weight = norm.weight
     return exact
 

@@ -64,6 +64,11 @@ def final_stream(c: ModelConfig, p: Parameters, tokens: Tensor, document: Tensor
             .transpose(1, 2)
         )
         q, k, v = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
+        if c.qk_norm != "none":
+            q, k = (
+                F.rms_norm(t, (c.head_dim,), p.get(f"{block}{name}.weight"), c.norm_eps)
+                for t, name in ((q, "q_norm"), (k, "k_norm"))
+            )
         if c.position == "rope":
             q, k = rotated(q, index - start, c.rope_base), rotated(k, index - start, c.rope_base)
         k, v = (t.repeat_interleave(c.heads // c.kv_heads, dim=1) for t in (k, v))
