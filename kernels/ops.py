@@ -152,7 +152,7 @@ class Ops(Protocol):
     def adamw(
         self, params: Array, exp_avg: Array, exp_avg_sq: Array, grads: Array, compute_weights: Array | None,
         flags: Array, grad_norm: Array, lr: Array, step: Array, *, beta1: float, beta2: float, eps: float,
-        weight_decay: float, grad_clip: float,
+        weight_decay: float, grad_clip: float, lr_scales: tuple[float, ...],
     ) -> None: ...  # fmt: skip
     def muon(
         self, params: Array, exp_avg: Array, grads: Array, compute_weights: Array | None, x: Array,

@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from kernels.arena import Arena, Buffer
 from kernels.config import ModelConfig
 from kernels.ops import Ops
-from kernels.parameters import DECAYS, MUON, SEGMENT, ZERO_GRAD, Parameter, flat_size, parameter_table
+from kernels.parameters import (
+    DECAYS,
+    GROUP_SHIFT,
+    GROUPS,
+    MUON,
+    SEGMENT,
+    ZERO_GRAD,
+    Parameter,
+    flat_size,
+    parameter_table,
+)  # fmt: skip
 from kernels.parts import MLPS
 from kernels.split import Split, balanced_cuts, equal_cuts, one_rank
 
@@ -35,6 +45,8 @@ class AdamW:
         beta1, beta2: decay of the means of the gradients and of their squares, 0 to below 1.
         eps: added to the root of the second mean.
         weight_decay: of matrices; norms and biases do not decay.
+        embedding_lr_scale, head_lr_scale, vector_lr_scale: learning rate of each group of parameters
+            (kernels.parameters.GROUPS), times that of the blocks' matrices.
         grad_clip: the largest L2 norm of the gradient; 0 does not clip.
     """
 
@@ -43,6 +55,9 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.1
     grad_clip: float = 1.0
+    embedding_lr_scale: float = 1.0
+    head_lr_scale: float = 1.0
+    vector_lr_scale: float = 1.0
 
     def split(
         self, config: ModelConfig, chunk: int, rank: int = 0, ranks: int = 1, *, sharded: bool = True
@@ -83,11 +98,12 @@ class AdamW:
 
     def flags(self, table: list[Parameter]) -> NDArray[np.uint8]:
         """(flat_size / SEGMENT,) uint8, what the operation adamw does with each segment of the flat
-        arrays: DECAYS, ZERO_GRAD, MUON.
+        arrays: DECAYS, ZERO_GRAD, MUON, and the parameter's group.
         """
         flags = np.zeros(flat_size(table) // SEGMENT, np.uint8)
         for p in table:
             flag = DECAYS * (len(p.shape) > 1) | ZERO_GRAD * (not p.linear) | MUON * self.skips(p)
+            flag |= GROUPS.index(p.group) << GROUP_SHIFT
             flags[p.offset // SEGMENT : (p.offset + p.padded_size) // SEGMENT] = flag
         return flags
 
@@ -113,6 +129,7 @@ class AdamW:
             params, arena.whole("exp_avg"), arena.whole("exp_avg_sq"), grads, compute_weights,
             arena.whole("flags"), grad_norm, lr, step, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
             weight_decay=self.weight_decay, grad_clip=self.grad_clip,
+            lr_scales=(1.0, self.embedding_lr_scale, self.head_lr_scale, self.vector_lr_scale),
         )  # fmt: skip
 
     def describe(self, table: list[Parameter]) -> str:

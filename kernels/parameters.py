@@ -20,8 +20,10 @@ Array = np.ndarray[Any, Any]
 SEGMENT = 64
 RANKS = 8
 # Bits of a segment's flag, for the operation adamw: weight decay applies; the gradient is set to zero for the
-# next update; the segment is Muon's, and AdamW leaves it alone.
-DECAYS, ZERO_GRAD, MUON = 1, 2, 4
+# next update; the segment is Muon's, and AdamW leaves it alone. The bits from GROUP_SHIFT on are the index of
+# the parameter's group, each of which has a learning rate of its own.
+DECAYS, ZERO_GRAD, MUON, GROUP_SHIFT = 1, 2, 4, 3
+GROUPS = ("matrix", "embedding", "head", "vector")
 # Standard deviation of GPT-2's initial weights at its width of 768; other widths keep the variance of a
 # matmul's result.
 INIT_STD, INIT_DIM = 0.02, 768
@@ -55,6 +57,15 @@ class Parameter:
     def is_block_matrix(self) -> bool:
         """Whether it is the weight of a block's linear layer."""
         return self.linear and self.name.startswith("blocks.")
+
+    @property
+    def group(self) -> str:
+        """Which of GROUPS it belongs to. A tied head is an embedding; norms and biases are vectors."""
+        if self.is_block_matrix:
+            return "matrix"
+        return {"tok.weight": "embedding", "pos.weight": "embedding", "head.weight": "head"}.get(
+            self.name, "vector"
+        )
 
     @property
     def layer(self) -> int:

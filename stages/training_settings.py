@@ -33,6 +33,9 @@ class Training:
     beta2: float
     eps: float
     grad_clip: float
+    embedding_lr_scale: float
+    head_lr_scale: float
+    vector_lr_scale: float
     mtp_loss_weights: tuple[float, ...]
     val_every: int
     sample_every: int
@@ -71,7 +74,8 @@ class Training:
             require_key(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         for name in ("weight_decay", "grad_clip"):
             require_key(name, getattr(self, name) >= 0, "at least 0")
-        require_key("eps", self.eps > 0, "a number above 0")
+        for name in ("eps", "embedding_lr_scale", "head_lr_scale", "vector_lr_scale"):
+            require_key(name, getattr(self, name) > 0, "a number above 0")
         weights = self.mtp_loss_weights
         require_key("mtp_loss_weights", all(weight >= 0 for weight in weights), "weights of at least 0")
         ok = bool(weights) and weights[0] > 0

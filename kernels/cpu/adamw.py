@@ -6,7 +6,7 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.jit import pjit
-from kernels.parameters import DECAYS, MUON, ZERO_GRAD
+from kernels.parameters import DECAYS, GROUP_SHIFT, MUON, ZERO_GRAD
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Flags = np.ndarray[Any, np.dtype[np.uint8]]
@@ -28,6 +28,7 @@ def adamw(
     eps: float,
     weight_decay: float,
     grad_clip: float,
+    lr_scales: tuple[float, ...],
 ) -> None:
     """One update with decoupled weight decay and gradient clipping.
 
@@ -36,8 +37,9 @@ def adamw(
         g               = grads * min(1, grad_clip / grad_norm)           (grad_clip 0: no clipping)
         exp_avg         = beta1 * exp_avg + (1 - beta1) * g
         exp_avg_sq      = beta2 * exp_avg_sq + (1 - beta2) * g^2
-        params         -= lr * weight_decay * params                      (segments flagged DECAYS only)
-        params         -= lr * (exp_avg / (1 - beta1^step)) / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
+        rate            = lr * lr_scales[group]                            (group: of the segment's flag)
+        params         -= rate * weight_decay * params                    (segments flagged DECAYS only)
+        params         -= rate * (exp_avg / (1 - beta1^step)) / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
         compute_weights = params                                          (rounded to its dtype)
         grads           = 0                                               (segments flagged ZERO_GRAD only)
 
@@ -46,9 +48,10 @@ def adamw(
         grads:     (parameters,), set to zero in segments flagged ZERO_GRAD.
         compute_weights: (parameters,), overwritten: the weights that matmuls read. None if they read params.
         flags:     (parameters / A,) uint8, one per segment of A elements: bits DECAYS, ZERO_GRAD and MUON of
-                   kernels.parameters.
+                   kernels.parameters, and from bit GROUP_SHIFT on the index of the group.
         grad_norm: () fp64, the norm of grads.
         lr:        () fp64, the learning rate of this update.
+        lr_scales: one for each of kernels.parameters.GROUPS.
         step:      () int64, 1 at the first update.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
@@ -64,25 +67,26 @@ def adamw(
             1 - beta1,
             beta2,
             1 - beta2,
-            lr / correction1,
             1 / correction2,
             eps,
-            1 - lr * weight_decay,
         ],
         params.dtype,
     )
-    _update(params, exp_avg, exp_avg_sq, grads, flags, scalars)
+    rates = [float(lr) * scale for scale in lr_scales]
+    groups = np.array([(rate / correction1, 1 - rate * weight_decay) for rate in rates], params.dtype)
+    _update(params, exp_avg, exp_avg_sq, grads, flags, groups, scalars)
     if compute_weights is not None:
         np.copyto(compute_weights, params, where=np.repeat(flags & MUON == 0, params.size // flags.size))
 
 
 @pjit
-def _update(params, exp_avg, exp_avg_sq, grads, flags, scalars):  # type: ignore[no-untyped-def]
-    clip, beta1, rest1, beta2, rest2, step_size, inverse_correction2, eps, decay_factor = scalars
+def _update(params, exp_avg, exp_avg_sq, grads, flags, groups, scalars):  # type: ignore[no-untyped-def]
+    clip, beta1, rest1, beta2, rest2, inverse_correction2, eps = scalars
     segment = params.size // flags.size  # elements per flag
     for i in prange(flags.size):
         if flags[i] & MUON:
             continue
+        step_size, decay_factor = groups[flags[i] >> GROUP_SHIFT]
         factor = decay_factor if flags[i] & DECAYS else params.dtype.type(1)
         zero_grad = flags[i] & ZERO_GRAD
         for j in range(i * segment, (i + 1) * segment):

@@ -3,8 +3,9 @@
 //     g               = grads * min(1, grad_clip / grad_norm)          (grad_clip 0: no clipping)
 //     exp_avg         = beta1 * exp_avg + (1 - beta1) * g
 //     exp_avg_sq      = beta2 * exp_avg_sq + (1 - beta2) * g^2
-//     params          = params * (1 - lr * weight_decay)               (segments flagged DECAYS only)
-//                       - lr / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
+//     rate            = lr * the group's scale                          (groups: kernels/parameters.py)
+//     params          = params * (1 - rate * weight_decay)             (segments flagged DECAYS only)
+//                       - rate / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps)
 //     compute_weights = params, rounded to T                           (if not null)
 //     grads           = 0                                              (segments flagged ZERO_GRAD only)
 //
@@ -19,10 +20,11 @@
 
 #include "reduce.cuh"
 
-constexpr unsigned DECAYS = 1, ZERO_GRAD = 2, MUON = 4;  // flag bits, as in kernels/parameters.py
+// Bits of a flag, and where the index of the group begins, as in kernels/parameters.py.
+constexpr unsigned DECAYS = 1, ZERO_GRAD = 2, MUON = 4, GROUP_SHIFT = 3, GROUPS = 4;
 
 struct Scalars {
-    float clip, step_size, inverse_correction2, decay_factor;
+    float clip, inverse_correction2, step_size[GROUPS], decay_factor[GROUPS];
 };
 
 // vectors: the number of vectors. segment_vectors: vectors per flag.
@@ -31,19 +33,24 @@ __global__ void __launch_bounds__(256)
     adamw(float* params, float* exp_avg, float* exp_avg_sq, float* grads, T* compute_weights,
           const unsigned char* flags, const double* grad_norm, const double* lr, const long long* step,
           unsigned vectors, unsigned segment_vectors, double beta1, double beta2, double eps,
-          double weight_decay, double grad_clip) {
+          double weight_decay, double grad_clip, double matrix_scale, double embedding_scale,
+          double head_scale, double vector_scale) {
     const double norm = *grad_norm;
     if (!isfinite(norm)) return;  // the whole grid returns
     __shared__ Scalars scalars;
     if (threadIdx.x == 0) {
         const double t = (double)*step, rate = *lr;
         scalars.clip = grad_clip > 0 && norm > 0 ? (float)fmin(1.0, grad_clip / norm) : 1.0f;
-        scalars.step_size = (float)(rate / (1 - pow(beta1, t)));
         scalars.inverse_correction2 = (float)(1 / (1 - pow(beta2, t)));
-        scalars.decay_factor = (float)(1 - rate * weight_decay);
+        const double scales[GROUPS] = {matrix_scale, embedding_scale, head_scale, vector_scale};
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            scalars.step_size[i] = (float)(rate * scales[i] / (1 - pow(beta1, t)));
+            scalars.decay_factor[i] = (float)(1 - rate * scales[i] * weight_decay);
+        }
     }
     __syncthreads();  // separates thread 0's write of the scalars from every thread's read
-    const Scalars s = scalars;
+    const float clip = scalars.clip, inverse_correction2 = scalars.inverse_correction2;
     const float beta1_fp32 = (float)beta1, rest1 = (float)(1 - beta1), beta2_fp32 = (float)beta2;
     const float rest2 = (float)(1 - beta2), eps_fp32 = (float)eps;
     using Floats = Vector<float, SIZE>;
@@ -53,15 +60,17 @@ __global__ void __launch_bounds__(256)
         Floats p = reinterpret_cast<Floats*>(params)[i], g = reinterpret_cast<Floats*>(grads)[i];
         Floats first = reinterpret_cast<Floats*>(exp_avg)[i];
         Floats second = reinterpret_cast<Floats*>(exp_avg_sq)[i];
-        const float decay_factor = flag & DECAYS ? s.decay_factor : 1.0f;
+        const unsigned group = flag >> GROUP_SHIFT;
+        const float decay_factor = flag & DECAYS ? scalars.decay_factor[group] : 1.0f;
+        const float step_size = scalars.step_size[group];
         Vector<T, SIZE> rounded;
 #pragma unroll
         for (int j = 0; j < SIZE; j++) {
-            const float clipped = g.element[j] * s.clip;
+            const float clipped = g.element[j] * clip;
             const float m = beta1_fp32 * first.element[j] + rest1 * clipped;
             const float v = beta2_fp32 * second.element[j] + rest2 * clipped * clipped;
             p.element[j] = p.element[j] * decay_factor
-                           - s.step_size * m / (sqrtf(v * s.inverse_correction2) + eps_fp32);
+                           - step_size * m / (sqrtf(v * inverse_correction2) + eps_fp32);
             first.element[j] = m;
             second.element[j] = v;
             g.element[j] = 0.0f;

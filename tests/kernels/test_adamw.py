@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from kernels.cpu.adamw import adamw
-from kernels.parameters import DECAYS, MUON, ZERO_GRAD
+from kernels.parameters import DECAYS, GROUP_SHIFT, GROUPS, MUON, ZERO_GRAD
 from tests.compare import UNIT, Array, Arrays, assert_repeats, assert_same_bits, assert_within, normal, single
 
 SEGMENT, RUNS = 64, 9
 CONSTANTS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
+CONSTANTS["lr_scales"] = (1.0, 1.0, 1.0, 1.0)
 
 
 def inputs() -> Arrays:
@@ -29,7 +30,7 @@ def inputs() -> Arrays:
     }
 
 
-def run(a: Arrays, **constants: float) -> Arrays:
+def run(a: Arrays, **constants: Any) -> Arrays:
     """One update of copies."""
     params, exp_avg, exp_avg_sq, grads = (
         a[name].copy() for name in ("params", "exp_avg", "exp_avg_sq", "grads")
@@ -99,6 +100,18 @@ def test_decay_acts_where_it_should() -> None:
     got, decays = run(a)["params"], np.repeat(a["flags"], SEGMENT) & DECAYS > 0
     np.testing.assert_array_equal(got[~decays], a["params"][~decays])
     assert_within("params", got[decays], a["params"][decays] * (1 - 1e-2 * 0.1), 1e-15)
+
+
+# The rate of one group for another's, or a decay that does not follow the group's rate.
+def test_each_group_has_its_rate() -> None:
+    a, scales = inputs(), (1.0, 3.0, 0.5, 0.0)
+    group = np.arange(RUNS) % len(GROUPS)
+    a["flags"] = (DECAYS | group << GROUP_SHIFT).astype(np.uint8)
+    got = run(a, lr_scales=scales)["params"]
+    for number, scale in enumerate(scales):
+        own = np.repeat(group == number, SEGMENT)
+        expected = paper({**a, "lr": a["lr"] * scale})["params"][own]
+        assert_within(GROUPS[number], got[own], expected, 1e-14 * largest(expected))
 
 
 # A gradient longer than the threshold that isn't shortened, one below it that is, or the clip's sense turned

@@ -17,7 +17,7 @@ from kernels.cpu.muon import muon
 from kernels.cpu.sample import sample as cpu_sample
 from kernels.cpu.weighted_sum import weighted_sum_forward
 from kernels.optimizers import Matrices
-from kernels.parameters import MUON
+from kernels.parameters import GROUP_SHIFT, GROUPS, MUON
 from tests.cases import CROSS_ENTROPY, GRADIENTS
 from tests.compare import Array, Arrays, assert_same_bits, normal
 from tests.cuda import BF16, FLOAT, STORAGES, Gpu, Side, assert_calibrated_op, gpu, on_gpu, on_host, rounded
@@ -138,14 +138,21 @@ def test_what_is_not_finite_shows(value: float, place: int) -> None:
     assert not np.isfinite(side.host(norm_of(side, {"grads": grads})["norm"]))
 
 
-CONSTANTS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+CONSTANTS: dict[str, Any] = {
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "lr_scales": (1.0, 3.0, 0.5, 2.0),
+}
 
 
 def update_inputs(run: int, runs: int) -> Arrays:
-    """Three gradients; runs decay or not, and are cleared or not."""
+    """Three gradients; segments of every group decay or not, and are cleared or not."""
     rng, size = np.random.default_rng([run, runs]), run * runs
     grads = {f"grads{step}": normal(rng, size) for step in (1, 2, 3)}
-    return {"params": normal(rng, size), "flags": np.arange(runs, dtype=np.uint8) % 4, **grads}
+    flags = np.arange(runs) % 4 + (np.arange(runs) // 4 % len(GROUPS) << GROUP_SHIFT)
+    return {"params": normal(rng, size), "flags": flags.astype(np.uint8), **grads}
 
 
 def updates(side: Side, a: Arrays, grad_clip: float, copies: bool = True) -> Arrays:

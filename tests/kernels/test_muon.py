@@ -13,6 +13,8 @@ from kernels.memory import memory_plan
 from kernels.optimizers import OPTIMIZERS, Matrices, block_matrices
 from kernels.parameters import (
     DECAYS,
+    GROUP_SHIFT,
+    GROUPS,
     MUON,
     SEGMENT,
     ZERO_GRAD,
@@ -216,7 +218,8 @@ def test_which_matrices(name: str) -> None:
             OPTIMIZERS[optimizer]().flags(table)[p.offset // SEGMENT : (p.offset + p.padded_size) // SEGMENT]
             for optimizer in ("adamw", "muon")
         ]
-        assert (flags[0] == DECAYS * (len(p.shape) > 1) + ZERO_GRAD * (not p.linear)).all()
+        group = GROUPS.index(p.group) << GROUP_SHIFT
+        assert (flags[0] == DECAYS * (len(p.shape) > 1) + ZERO_GRAD * (not p.linear) + group).all()
         assert (flags[1] == flags[0] + MUON * hidden).all()
     keys = named(flat, table)["blocks.1.qkv.weight"][
         config.dim : config.dim + config.kv_heads * config.head_dim, 0

@@ -10,7 +10,8 @@ from stages.training_settings import Training
 CONFIG = ModelConfig(vocab_size=40, layers=2, heads=2, kv_heads=1, dim=16, ffn=24, context=12, mtp_heads=2)
 SETTINGS = Training(
     seed=1, steps=10, micro_batch=3, grad_accum_steps=2, optimizer="adamw", schedule="cosine", lr=1e-2,
-    min_lr=0.0, warmup_steps=2, cooldown_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8,
+    min_lr=0.0, warmup_steps=2, cooldown_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, embedding_lr_scale=1.0,
+    head_lr_scale=1.0, vector_lr_scale=1.0,
     grad_clip=1.0, mtp_loss_weights=(1.0, 0.1),
     val_every=4, sample_every=5, checkpoint_every=3,
 )  # fmt: skip
