@@ -1,4 +1,4 @@
-"""The part of an update that ranks do together, and the whole arrays behind their parts.
+"""What ranks do together: the shared part of an update, and collecting and distributing whole arrays.
 
 An update of several ranks, with what each array holds when the step is done:
 
@@ -41,7 +41,7 @@ class DataParallel:
         self, ranks: Ranks, split: Split, ops: Ops, arena: Arena, table: list[Parameter], *, overlap: bool
     ) -> None:
         self.ranks, self.ops, self._split, self._arena, self._table = ranks, ops, split, arena, table
-        self._stream = _StreamWeights(split, ops, arena, table) if "stream_weights" in arena else None
+        self._stream_weights = _StreamWeights(split, ops, arena, table) if "stream_weights" in arena else None
         # The backward pass finishes the blocks in the order of the flat arrays: these are their ends.
         self._block_ends = {p.layer: p.offset + p.padded_size for p in table if p.name.startswith("blocks.")}
         self._overlap = overlap
@@ -84,42 +84,49 @@ class DataParallel:
             self.ranks.maximum(self._arena.whole("fp8_amax"))
 
     def square_sums(self) -> Array:
-        """The sum of the squared gradients of each chunk, on every rank."""
-        sums, own, chunk = self._arena.whole("square_sums"), self._split.own_sum, self._split.chunk
+        """The sum of the squared gradients of each chunk, on every rank. Afterwards, gradients that one rank
+        has summed for another are with their owner, too.
+        """
+        sums, own_summed, chunk = self._arena.whole("square_sums"), self._split.own_summed, self._split.chunk
         if self.ranks.size > 1:
             self.ops.fill_zero(sums)
-        if own.start < own.stop:
-            own_chunks = slice(own.start // chunk, -(-own.stop // chunk))
-            self.ops.square_sums(sums[own_chunks], self._gradients[own])
+        if own_summed.start < own_summed.stop:
+            own_chunks = slice(own_summed.start // chunk, -(-own_summed.stop // chunk))
+            self.ops.square_sums(sums[own_chunks], self._gradients[own_summed])
         self.ranks.sum(sums)  # the other ranks' terms are 0
         if self._split.sharded:
-            for part, root in self._split.edges():
+            for part, root in self._split.summed_for_others():
                 self.ranks.broadcast(self._gradients[part], root)
         return sums
 
     def share_weights(self) -> None:
-        """Sends what this rank has updated to the others. Clears the other ranks' gradients, which no
-        optimizer clears here.
+        """Sends what this rank has updated to the others. Clears this rank's gradients of parameters that
+        others own: its optimizer clears only its own.
         """
         if not self._split.sharded:
             return
         shared = "weights" if "weights" in self._arena else "parameters"
         self.ranks.all_gather(self._arena.whole(shared), self._split.owned)
-        if self._stream:
-            self._stream.share(self.ranks)
+        if self._stream_weights:
+            self._stream_weights.share(self.ranks)
         gradients, own = self._gradients, self._split.own
         for part in (slice(0, own.start), slice(own.stop, self._split.size)):
             if part.start < part.stop:
                 self.ops.fill_zero(gradients[part])
 
-    def master_weights(self) -> Mapping[str, Array]:
+    def stream_weights(self) -> Mapping[str, Array]:
         """What the residual stream reads, by name."""
-        return self._stream.named if self._stream else named(self._arena.whole("parameters"), self._table)
+        return (
+            self._stream_weights.named
+            if self._stream_weights
+            else named(self._arena.whole("parameters"), self._table)
+        )
 
     def collect(self, name: str) -> Array:
         """A host copy of a whole flat array whose parts lie on their owners: on rank 0, elsewhere empty.
 
-        With several ranks the gradients are the buffer, and zero afterwards.
+        A rank that holds only its part of the array uses the gradients' memory as the buffer. The gradients
+        are lost, and zero afterwards.
         """
         flat = self._arena.whole(name)
         source = flat if flat.size == self._split.size else self._gradients
@@ -136,7 +143,8 @@ class DataParallel:
     def distribute(self, name: str, whole: Array | None) -> None:
         """Sets every rank's part of a flat array, and the copies of parameters, from a host array of rank 0.
 
-        With several ranks the gradients are the buffer, and zero afterwards.
+        A rank that holds only its part of the array uses the gradients' memory as the buffer. The gradients
+        are lost, and zero afterwards.
         """
         flat, own = self._arena.whole(name), self._split.own
         target = flat if flat.size == self._split.size else self._gradients
@@ -146,8 +154,8 @@ class DataParallel:
         self.ranks.broadcast(target)
         if name == "parameters" and "weights" in self._arena:
             self.ops.cast(self._arena.whole("weights"), target)
-        if name == "parameters" and self._stream:
-            self._stream.copy_from(target)
+        if name == "parameters" and self._stream_weights:
+            self._stream_weights.copy_from(target)
         if target is not flat:
             self.ops.copy(flat, target[own])
             self.ops.fill_zero(target)
@@ -186,7 +194,7 @@ class _StreamWeights:
         self.named = named(self._flat, self._compact)
         names = {p.name for p in self._compact}
         self._whole = [p for p in table if p.name in names]
-        # Where the flat array is cut, in the compact one: behind all that lies before the cut.
+        # The cuts of the flat array as offsets in the compact one: the stream parameters before each cut.
         self._bounds = [
             sum(min(max(cut - p.offset, 0), p.padded_size) for p in self._whole) for cut in split.owned
         ]

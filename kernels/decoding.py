@@ -15,7 +15,7 @@ from kernels.model import Transformer
 
 Array = np.ndarray[Any, Any]
 
-# The buffer that keeps the final norm's output of the last positions: free once the forward pass is done.
+# The buffer of the final norm's output of the last positions. The forward pass no longer needs it by then.
 LAST_NORM = "branch"
 
 
@@ -148,14 +148,14 @@ class Decoder:
         cache: KVCache,
         uniform: Array,
         slot: int,
-        suppressed: int,
+        suppressed_count: int,
         temperature: float,
         top_k: int,
         top_p: float,
     ) -> _Sampler:
         """The sampler of a pass, whose random numbers are written where the device reads them."""
         cache.token_io.host.view("uniform", (len(uniform),), slot)[...] = uniform
-        return _Sampler(suppressed, temperature, top_k, top_p)
+        return _Sampler(suppressed_count, temperature, top_k, top_p)
 
     def _sample(self, logits: Array, cache: KVCache, slot: int, sampler: _Sampler) -> None:
         ops, memory, count = self._model.tensors.ops, cache.token_io.device, len(logits)
@@ -213,8 +213,8 @@ class Decoder:
         norm = self._arena.rows(LAST_NORM, batch * last)
         if fused:
             return model.decode_step(norm, tokens, start, cache, cached_length)
-        stream = model.forward(tokens, start, cache, cached_length)
-        ops.copy_rows(norm, stream, count - last, count if last == 1 else 1)
+        all_norms = model.forward(tokens, start, cache, cached_length)
+        ops.copy_rows(norm, all_norms, count - last, count if last == 1 else 1)
         return model.head_logits(0, norm)
 
 

@@ -1,8 +1,8 @@
 """The engine: one model on one device, with its parameters, gradients, optimizer state and activations.
 
-One update is micro_step x n, reduce, update. Gradients accumulate over the micro-steps. The loss is divided
-by the weights of the whole update, so the caller sums those before the first (head_scale). One thread uses an
-engine.
+One update is micro_step x n, reduce, update. Gradients accumulate over the micro-steps. The loss is a
+mean over the whole update. So the caller sums the loss weights of all micro-batches before the first
+micro-step, and passes head_scale. One thread uses an engine.
 
 Ranks have an engine each, and make micro-steps of their own batches. They call __init__, load, reduce,
 update, state, load_state, weights and first_nonfinite together.
@@ -77,8 +77,10 @@ class Engine:
         self._table, self._step = parameter_table(config), 0
         # The first micro-batch of an update overwrites the weight gradients of linear layers.
         self._is_first_micro_step = True
-        sizes, updates = (config, numerics, micro_batch, self.ops), optimizer if training else None
-        of_rank = partial(plan_of_rank, *sizes, updates, sharded=shard_optimizer)
+        of_rank = partial(
+            plan_of_rank, config, numerics, micro_batch, self.ops, optimizer if training else None,
+            sharded=shard_optimizer,
+        )  # fmt: skip
         self._split, self._plan = of_rank(rank=link.rank, ranks=link.size)
         check_fits(self._plan, micro_batch, self.ops.memory_bytes(), lambda ranks: of_rank(ranks=ranks)[1])
         self._arena = Arena(self._plan, self.ops.allocate(plan_bytes(self._plan)))
@@ -86,7 +88,7 @@ class Engine:
         self._parallel = DataParallel(
             self.ranks, self._split, self.ops, self._arena, self._table, overlap=overlap
         )
-        self._graphs, masters = self.ops.new_graphs(), self._parallel.master_weights()
+        self._graphs, masters = self.ops.new_graphs(), self._parallel.stream_weights()
         self._grads = named(self._arena.whole("gradients"), self._table) if training else {}
         compute = named(self._arena.whole("weights"), self._table) if "weights" in self._arena else masters
         fp8 = self.ops.fp8 if training else None
@@ -263,7 +265,9 @@ class Engine:
         return result
 
     def state(self) -> dict[str, Array]:
-        """A copy of what training needs to continue; on rank 0. Several ranks lose an unfinished update."""
+        """A copy of what training needs to continue; on rank 0. With several ranks, the gradients of
+        an unfinished update are lost (DataParallel.collect).
+        """
         copies = {name: self._parallel.collect(name) for name in ("parameters", *self.moments)}
         if self._fp8_weights:
             copies["fp8_scales"] = self.ops.download(self._arena.whole("fp8_scales"))

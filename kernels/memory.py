@@ -96,9 +96,9 @@ def parameter_plan(
 ) -> list[Buffer]:
     """The flat arrays of the parameters, with their gradients in training.
 
-    If the storage type is not dtype, matmuls read a copy in the storage type, `weights`. Then a rank that
-    does not own all parameters holds its own ones, and of the others a copy of those that the residual stream
-    reads, `stream_weights`.
+    If the storage type is not dtype, matmuls read a copy in the storage type, `weights`, and `parameters`
+    holds only what the rank owns. A rank that does not own everything then also holds `stream_weights`: a
+    copy in dtype of all parameters that the residual stream reads, its own included.
     """
     has_copy = storage is not None and storage != dtype
     owns_all = split.own_size == split.size
@@ -183,8 +183,8 @@ def plan_of_rank(
     ranks: int = 1,
     sharded: bool = True,
 ) -> tuple[Split, list[Buffer]]:
-    """What one of so many ranks updates, and the memory plan of its engine on a device. Without an optimizer
-    the engine does not train, and every rank holds the whole model.
+    """What rank `rank` of `ranks` updates, and the memory plan of its engine. Without an optimizer the engine
+    does not train, and every rank holds the whole model.
     """
     if optimizer:
         split = optimizer.split(config, ops.norm_chunk, rank, ranks, sharded=sharded)
@@ -209,11 +209,11 @@ def check_fits(
         plan: the plan.
         micro_batch: sequences in a batch.
         available: bytes of the device.
-        on_ranks: the plan of one of so many ranks; None: more ranks hold no less each.
+        on_ranks: number of ranks -> the plan of one of them; None: more ranks are not tried.
 
     Raises:
-        ValueError: it is; the message says how much is needed, which micro-batch would fit, and whether more
-            GPUs would do.
+        ValueError: the plan is larger; the message says how much is needed, which micro-batch would fit, and
+            whether more GPUs would do.
     """
     needed = total_bytes(plan)
     if needed <= available:

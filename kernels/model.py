@@ -46,7 +46,7 @@ class Transformer:
         *,
         training: bool = False,
     ) -> Array:
-        """The stream after the last norm, (rows, C).
+        """The output of the last norm, (rows, C).
 
         Args:
             tokens: (B, T) int32.
@@ -60,7 +60,7 @@ class Transformer:
         residual, branch = t.arena.rows("residual1", rows), t.arena.rows("branch", rows)
         branch_linear = None  # the linear layer that computed the branch; the next norm adds its bias
         ops.embedding_forward(
-            residual, tokens, start, t.master_weights["tok.weight"], t.master_weights.get("pos.weight")
+            residual, tokens, start, t.stream_weights["tok.weight"], t.stream_weights.get("pos.weight")
         )
         for i in range(c.layers):
             block = f"blocks.{i}."
@@ -141,7 +141,7 @@ class Transformer:
         assert t.ops.decode_step_ops is not None
         t.ops.decode_step_ops.decode_step(
             logits, norm, tokens, start, cached_length, cache.keys, cache.values, t.compute_weights,
-            t.master_weights, self._head(t.compute_weights, 0), self._rope_table, config=self.config,
+            t.stream_weights, self._head(t.compute_weights, 0), self._rope_table, config=self.config,
         )  # fmt: skip
         return logits
 
@@ -187,12 +187,12 @@ class Transformer:
         """norm(residual), or norm(residual + branch + the bias of the linear layer `branch_linear`); the sum
         is the new stream.
         """
-        t, weights = self.tensors, self._norm_weights(self.tensors.master_weights, block + norm)
+        t, weights = self.tensors, self._norm_weights(self.tensors.stream_weights, block + norm)
         stream, out, saved = self._norm_buffers(norm, layer, residual.shape[0])
         if branch_linear is None:
             self._norm.forward(t.ops)(out, *saved, residual, *weights, eps=self.config.norm_eps)
         else:
-            bias, forward = t.master_weights.get(f"{branch_linear}.bias"), self._norm.residual_forward(t.ops)
+            bias, forward = t.stream_weights.get(f"{branch_linear}.bias"), self._norm.residual_forward(t.ops)
             forward(stream, out, *saved, residual, branch, bias, *weights, eps=self.config.norm_eps)
         return out
 
@@ -212,7 +212,7 @@ class Transformer:
         t, (stream, _, saved) = self.tensors, self._norm_buffers(norm, layer, dout.shape[0])
         dweights, weight = (
             self._norm_weights(t.grads, block + norm),
-            t.master_weights[f"{block}{norm}.weight"],
+            t.stream_weights[f"{block}{norm}.weight"],
         )
         dbias = None if branch_linear is None else t.grads.get(f"{branch_linear}.bias")
         backward = self._norm.residual_backward(t.ops)

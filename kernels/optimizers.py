@@ -1,7 +1,8 @@
 """The optimizers: a class each, with its constants, its buffers, and how it is applied.
 
 A new optimizer is a class here and a line in OPTIMIZERS; its update is an operation (kernels/ops.py). Its
-constants are AdamW's fields, whose values come from conf/pretrain and conf/sft, never from a default here.
+constants are AdamW's fields. Runs take all of them from conf/pretrain and conf/sft; the defaults here serve
+engines that are made without an optimizer.
 """
 
 import math
@@ -31,8 +32,8 @@ from kernels.split import Split, balanced_cuts, equal_cuts, one_rank
 
 Array = np.ndarray[Any, Any]
 
-# What balances ranks under Muon: seconds of AdamW for an element (30 bytes of traffic) and of an operation of
-# a matmul, on a GPU that makes 100 operations in the time of a byte. Only their ratio matters.
+# They balance the ranks' work under Muon: the seconds that AdamW takes for an element (30 bytes at 4 TB/s),
+# and a matmul for an operation (400 TFLOP/s). Only their ratio matters.
 ADAMW_SECONDS, OPERATION_SECONDS = 30 / 4e12, 1 / 4e14
 PIECE = 1024 * SEGMENT  # AdamW updates are cut into pieces of this size
 
@@ -133,7 +134,7 @@ class AdamW:
         )  # fmt: skip
 
     def describe(self, table: list[Parameter]) -> str:
-        """The optimizer in words where it is not the usual one; else nothing."""
+        """What Engine.describe writes before the number of parameters; empty for AdamW."""
         return ""
 
 

@@ -26,7 +26,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Item = TypeVar("Item")
 FORWARD_S = 0.5  # in which mpiexec passes on what a rank has printed; after an abort it may drop the rest
-OWN_ERROR_S = 1.0 + FORWARD_S  # how long rank 0 may take to report the error of another rank as its own
+RANK_0_FIRST_S = 1.0 + FORWARD_S  # ranks wait so long to report an error: rank 0 reports it if all have it
 
 
 class Link(Protocol):
@@ -107,7 +107,7 @@ class MpiLink:
     def fail(self, error: str) -> None:
         """Print the error and end all ranks. Of an error that all ranks have, rank 0 tells."""
         if self.rank:
-            time.sleep(OWN_ERROR_S)
+            time.sleep(RANK_0_FIRST_S)
         print_error(f"rank {self.rank}: {error}" if self.rank else error, self.note)
         time.sleep(FORWARD_S)
         self._world.Abort(1)

@@ -68,13 +68,13 @@ class Split:
         return -(-self.used // self.chunk)
 
     @property
-    def own_sum(self) -> slice:
+    def own_summed(self) -> slice:
         """The gradients that this rank sums, without padding."""
         begin, end = (min(cut, self.used) for cut in self.summed[self.rank : self.rank + 2])
         return slice(begin, end)
 
-    def edges(self) -> list[tuple[slice, int]]:
-        """Gradients that another rank sums than the one that owns them, with the rank that sums them."""
+    def summed_for_others(self) -> list[tuple[slice, int]]:
+        """Parts of the gradients whose owner is not the rank that sums them, with the rank that does."""
         found = []
         for cut, summed in zip(self.owned[1:-1], self.summed[1:-1], strict=True):
             if cut < summed:

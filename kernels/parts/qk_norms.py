@@ -75,7 +75,7 @@ class RmsQkNorm:
 
     def forward(self, t: Tensors, position: Position, i: int, qkv: Array, start: Array, table: Any) -> None:
         c, rstd = t.config, t.arena.rows("qk_rstd", start.size, i)
-        q_weight, k_weight = self._weights(t.master_weights, i)
+        q_weight, k_weight = self._weights(t.stream_weights, i)
         t.ops.qk_norm_forward(
             qkv, rstd, start, table, q_weight, k_weight, kv_heads=c.kv_heads, eps=c.norm_eps
         )
@@ -85,7 +85,7 @@ class RmsQkNorm:
 
     def backward(self, t: Tensors, position: Position, i: int, dqkv: Array, start: Array, table: Any) -> None:
         qkv, rstd = t.arena.view("qkv", dqkv.shape, i), t.arena.rows("qk_rstd", start.size, i)
-        q_weight, k_weight = self._weights(t.master_weights, i)
+        q_weight, k_weight = self._weights(t.stream_weights, i)
         dq_weight, dk_weight = self._weights(t.grads, i)
         t.ops.qk_norm_backward(
             dqkv,

@@ -21,7 +21,7 @@ class Tensors:
         ops: the operations.
         arena: the buffers of kernels.memory.activation_plan.
         compute_weights: in the precision that matmuls read.
-        master_weights: as they are trained. The embedding, the norms and the biases that norms add read
+        stream_weights: as they are trained. The embedding, the norms and the biases that norms add read
             these, because they make up the residual stream.
         fp8_weights: handles of the blocks' weights in FP8, which training passes read instead; empty without
             fp8.
@@ -35,12 +35,12 @@ class Tensors:
         ops: Ops,
         arena: Arena,
         compute_weights: Mapping[str, Array],
-        master_weights: Mapping[str, Array],
+        stream_weights: Mapping[str, Array],
         fp8_weights: Mapping[str, Any],
         grads: Mapping[str, Array],
     ) -> None:
         self.config, self.numerics, self.ops, self.arena = config, numerics, ops, arena
-        self.compute_weights, self.master_weights = compute_weights, master_weights
+        self.compute_weights, self.stream_weights = compute_weights, stream_weights
         self.fp8_weights, self.grads = fp8_weights, grads
 
     def weight(self, linear: str, *, training: bool) -> Any:

@@ -33,22 +33,22 @@ def test_parts_are_whole(config: ModelConfig, optimizer: str, ranks: int) -> Non
     splits = [OPTIMIZERS[optimizer]().split(config, chunk, rank, ranks) for rank in range(ranks)]
     size = splits[0].size
     assert all(split.size == size >= flat_size(table) for split in splits)
-    assert splits[0].own.start == splits[0].own_sum.start == 0
-    assert splits[-1].own.stop == size and splits[-1].own_sum.stop == splits[-1].used == flat_size(table)
+    assert splits[0].own.start == splits[0].own_summed.start == 0
+    assert splits[-1].own.stop == size and splits[-1].own_summed.stop == splits[-1].used == flat_size(table)
     for before, after in pairwise(splits):
         assert before.own.start <= before.own.stop == after.own.start
-        assert before.own_sum.start <= before.own_sum.stop == after.own_sum.start
+        assert before.own_summed.start <= before.own_summed.stop == after.own_summed.start
     for split in splits:
         assert all(cut % SEGMENT == 0 for cut in split.owned)
         assert all(cut % chunk == 0 or cut == size for cut in split.summed)
-        for part, root in split.edges():
-            assert splits[root].own_sum.start <= part.start <= part.stop <= splits[root].own_sum.stop
-        own, own_sum = split.own, split.own_sum
-        unsummed = slice(own.start, min(own.stop, max(own_sum.start, own.start)))
+        for part, root in split.summed_for_others():
+            assert splits[root].own_summed.start <= part.start <= part.stop <= splits[root].own_summed.stop
+        own, own_summed = split.own, split.own_summed
+        unsummed = slice(own.start, min(own.stop, max(own_summed.start, own.start)))
         if unsummed.start < unsummed.stop:
-            sent = [part for part, _ in split.edges()]
+            sent = [part for part, _ in split.summed_for_others()]
             assert any(part.start <= unsummed.start and unsummed.stop <= part.stop for part in sent)
-        assert min(own.stop, split.used) <= own_sum.stop
+        assert min(own.stop, split.used) <= own_summed.stop
     if optimizer == "muon":
         owned = [sum(np.prod(group.shape[:2]) for group in owned_matrices(config, s.own)) for s in splits]
         assert sum(owned) == sum(np.prod(group.shape[:2]) for group in block_matrices(config))

@@ -6,7 +6,7 @@
 //
 // Layout: see attention_scalar.cu, which also says what is saved.
 // Block: persistent. A work tile is QUERY_TILE queries of one head. The inner loop covers the key tiles that
-//     they attend to, from the diagonal down. A work tile's first S and last PV overlap its neighbours'.
+//     they attend to, from the diagonal down. A work tile's first S overlaps the last PV of the one before.
 // Consumers (warpgroups 0 and 1): 64 queries each, output accumulators in registers. Ping-pong scheduling:
 //     named barriers let one warpgroup's exponentials overlap the other's matmuls. A warpgroup issues the
 //     next tile's S = Q K^T, be it the next work tile's, before this tile's PV.
@@ -33,8 +33,8 @@ constexpr float LN_2 = 0.6931471805599453f;
 static_assert(CONSUMERS == 2, "ping-pong is between two warpgroups");
 
 // Causal and document mask of S (queries x keys): masked scores become -inf. `row`:
-// the lane's first query; doc_begin: start of its two. Each query attends to itself,
-// and its own key is in the first key tile. So the row maximum is finite from then on.
+// the first of the lane's two queries. doc_begin: where the document of each begins. Each query attends to
+// itself, and its own key is in the key tile that comes first. So the row maximum is finite from then on.
 inline void apply_mask(float (&s)[KEY_TILE / 2], int row, int first_key, const int (&doc_begin)[2]) {
     const int lane_key = first_key + threadIdx.x % 4 * 2;
     // Masks use one bit per accumulator column of the lane, 2 of every 8 keys. This takes fewer instructions
@@ -179,15 +179,15 @@ void consumer(const SmemLayout<HEAD_DIM, STAGES>& smem, const TensorMap& out_map
     const float scale_log2 = scale * LOG2_E;
     float s[KEY_TILE / 2] = {}, rescale[2], acc[D_TILES][32] = {};
     unsigned p_frag[KEY_TILE / 16][4];
-    // Running numbers of key tiles over all work tiles: step of the tile whose scores are in s, prev_step of
-    // the one whose p is in p_frag.
-    unsigned tile_iter = 0, step = 0, prev_step;
+    // work_iter counts work tiles. step and prev_step count key tiles over all work tiles: s holds the scores
+    // of tile `step`, p_frag the p of tile `prev_step`.
+    unsigned work_iter = 0, step = 0, prev_step;
     TileState tile;
     const auto next_work_tile = [&] {
-        wait(smem.q_full[tile_iter % 2], tile_iter / 2 % 2);
-        const WorkTile work = smem.work_tiles[tile_iter % 2];
+        wait(smem.q_full[work_iter % 2], work_iter / 2 % 2);
+        const WorkTile work = smem.work_tiles[work_iter % 2];
         if (work.first_query < 0) return false;
-        const unsigned q = smem.q + (tile_iter % 2 * CONSUMERS + warpgroup) * smem.WARPGROUP_BYTES;
+        const unsigned q = smem.q + (work_iter % 2 * CONSUMERS + warpgroup) * smem.WARPGROUP_BYTES;
         tile.init(work, warpgroup, tile_descriptor(q), start, length);
         return true;
     };
@@ -215,8 +215,8 @@ void consumer(const SmemLayout<HEAD_DIM, STAGES>& smem, const TensorMap& out_map
         // Separates the other warpgroup's exponentials from this one's.
         named_barrier_sync(own_turn, CONSUMERS * WARPGROUP);
         exponentials<0, EARLY_EXPONENTIALS>(s, tile.row_max, tile.row_sum, scale_log2);
-        // ptxas hoists the wgmma wait to the last branch before it. This spin loop
-        // is that branch: the early exponentials overlap PV, the others follow it.
+        // ptxas hoists the wgmma wait to the last branch before it. The spin loop of this wait, for the next
+        // PV's v, is put here to be that branch: the early exponentials overlap PV, the others follow it.
         wait(smem.v_full[step % STAGES], step / STAGES % 2);
         wait_pending();
         exponentials<EARLY_EXPONENTIALS, KEY_TILE / 2>(s, tile.row_max, tile.row_sum, scale_log2);
@@ -240,8 +240,8 @@ void consumer(const SmemLayout<HEAD_DIM, STAGES>& smem, const TensorMap& out_map
             round_probs(p_frag, s);
             prev_step = step++;
         }
-        if (lane == 0) arrive(smem.q_empty[tile_iter % 2]);
-        tile_iter++;
+        if (lane == 0) arrive(smem.q_empty[work_iter % 2]);
+        work_iter++;
         const TileState finished = tile;
         if (!next_work_tile()) break;
         issue_qk();

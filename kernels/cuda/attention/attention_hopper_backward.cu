@@ -25,8 +25,8 @@
 
 #include "attention_hopper_backward_dq.cuh"
 
-// Causal and document mask of S^T (keys x queries): masked scores become -inf. `key`: the lane's first row,
-// `first_query`: the query tile's first. All three count from the work tile's first key.
+// Causal and document mask of S^T (keys x queries): masked scores become -inf. All count from the work
+// tile's first key: `key`, the lane's first; first_query; doc_begin, each query's first key, at least 0.
 template <int TILE>
 void apply_mask(float (&s)[TILE / 2], int key, int first_query, const unsigned char* doc_begin) {
 #pragma unroll
@@ -137,7 +137,7 @@ void store_dkv(float (&dk)[D_TILES][32], float (&dv)[D_TILES][32], const TensorM
     const int k_head = heads + work.kv_head;
     const unsigned dk_tile = k_buffer + warpgroup * D_TILES * WARPGROUP_TILE_BYTES;
     const unsigned dv_tile = v_buffer + warpgroup * D_TILES * WARPGROUP_TILE_BYTES;
-    // Separates the last reads of K and V from the writes below, and at D = 64 those of ds from the next ds.
+    // The last reads of K and V precede the writes below. At D = 64 dQ's reads of ds precede the next ds.
     named_barrier_sync(DS_BARRIER, CONSUMER_THREADS);
 #pragma unroll
     for (int i = 0; i < D_TILES; i++) {
@@ -189,8 +189,8 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
         wgmma_fence();
         gemm_scores<HEAD_DIM>(s, k_desc, smem.q + step % STAGES * smem.Q_BYTES);
     };
-    for (unsigned tile_iter = 0;; tile_iter++) {
-        const WorkTile& work = wait_work_tile(smem, tile_iter);
+    for (unsigned work_iter = 0;; work_iter++) {
+        const WorkTile& work = wait_work_tile(smem, work_iter);
         if (work.query_tiles == 0) return;
         const unsigned k_buffer = buffers.kv, v_buffer = k_buffer + smem.K_BYTES;
         const unsigned long long k_desc = tile_descriptor(k_buffer + warpgroup * WARPGROUP_TILE_BYTES);
@@ -202,11 +202,11 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
         issue_scores(k_desc);
         if (KV_ROTATES_WITH_DS<HEAD_DIM>) {
             arrive_kv_empty(smem);
-            // WAR: the second step's ds, or after a single step the next K and V, go to the buffer from which
-            // dk and dv are stored. DS_BARRIER passes this wait on, or q_empty to the producer.
+            // WAR: the last work tile's dk and dv are being stored from the buffer that this tile's second
+            // ds, or else the next K and V, will overwrite. DS_BARRIER or q_empty orders those behind it.
             if (thread == 0) bulk_wait_read();
         }
-        wait(smem.kv_full[1], tile_iter % 2);
+        wait(smem.kv_full[1], work_iter % 2);
         wgmma_wait<0>();
         warpgroup_fence_operand(s);
         int first_query = 0;  // of the query tile, from the work tile's first key; 0 for each head
@@ -219,7 +219,7 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
             wgmma_fence();
             gemm_scores<HEAD_DIM>(dp, v_desc, dout_tile);
             const unsigned char* doc_begin = doc_begins + stage * TILE;
-            // At D = 128 warpgroup 1's first scores are all masked, but dQ reads the zeros of its dS.
+            // At D = 128 warpgroup 1's first scores are all masked, and needed: dQ reads the zeros of its dS.
             if (first_query < first_row + WARPGROUP_ROWS - 1 || doc_begin[TILE - 1] > first_row)
                 apply_mask<TILE>(s, first_row + thread / WARP * 16 + lane / 4, first_query, doc_begin);
             scores_to_probs(s, a_frag, row_lse2, scale_log2);
@@ -241,11 +241,11 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
             wgmma_wait<1>();  // dK is complete: the stage's last reader
             if (lane == 0) arrive(smem.q_empty[stage]);
             step++;
-            // The next step's S^T. After the last step its result is unused: if only some paths issued it,
-            // ptxas would serialise all wgmmas.
+            // The next step's S^T. The last one is unused, and the producer completes its q_full: if only
+            // some paths issued it, ptxas would serialise all wgmmas.
             issue_scores(k_desc);
-            // Waits until the previous step's dq has left the buffer. Step n needs release n - 1, counted
-            // from 0. Its phase has the parity of n + 1, which is `step` by now. Step 0 does not wait.
+            // Waits until the previous step's dq has left the buffer. `step` is n + 1 in step n, which waits
+            // for phase n - 1: the same parity. In step 0 the mbarrier is new, and parity 1 passes at once.
             wait(smem.dq_empty[warpgroup], step % 2);
             wgmma_wait<1>();  // dQ is complete; S^T may be in flight
             warpgroup_fence_operand(dq);
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
             dq_writer(smem, warp - 1, smem_base, dqkv, dq_sum, dq_semaphore, partial, start, length, heads,
                       kv_heads, ordered, scale);
     }
-    // All warps exit together, after the last TMA transfer and mbarrier arrival. Otherwise the next block on
-    // this SM could reuse the shared memory too early.
+    // No warp exits before the last TMA transfer into this block's shared memory and the last arrival at its
+    // mbarriers.
     __syncthreads();
 }

@@ -177,8 +177,8 @@ void producer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dout_map, const
         }
     };
 
-    for (unsigned tile_iter = 0;; tile_iter++) {
-        WorkTile& work = smem.work_tiles[tile_iter % WORK_TILE_SLOTS];
+    for (unsigned work_iter = 0;; work_iter++) {
+        WorkTile& work = smem.work_tiles[work_iter % WORK_TILE_SLOTS];
         fetch_work_tile<HEAD_DIM>(work, tile_counter, start, batch, length, heads, kv_heads);
         const unsigned first_step = step;
         for (int head = work.head_begin; head < work.head_end; head++)
@@ -191,7 +191,7 @@ void producer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dout_map, const
                 // previous work tile's last step. Once all consumers release it, they have seen kv_full[1],
                 // and nobody reads the previous V or the other ds buffer any more.
                 wait_empty(step + 1);
-                wait(smem.kv_empty[0], tile_iter % 2 ^ 1);
+                wait(smem.kv_empty[0], work_iter % 2 ^ 1);
                 if (lane == 0) {
                     const int k_head = heads + work.kv_head;
                     tma_load_rows<HEAD_DIM, KEY_TILE>(buffers.kv, qkv_map, smem.kv_full[0], k_head,
@@ -206,7 +206,7 @@ void producer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dout_map, const
             // It multiplies the stale stage, and nobody uses it.
             wait_empty(step);
             arrive(smem.q_full[step % STAGES]);
-            wait(smem.kv_empty[0], tile_iter % 2 ^ 1);
+            wait(smem.kv_empty[0], work_iter % 2 ^ 1);
             if (lane == 0) arrive(smem.kv_full[0]);
             return;
         }
@@ -218,9 +218,9 @@ void producer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dout_map, const
 // Waits for K, and with it the work tile. The slot stays
 // valid at least until this warp releases the next K/V.
 template <int HEAD_DIM>
-const WorkTile& wait_work_tile(const SmemLayout<HEAD_DIM>& smem, unsigned tile_iter) {
-    wait(smem.kv_full[0], tile_iter % 2);
-    return smem.work_tiles[tile_iter % WORK_TILE_SLOTS];
+const WorkTile& wait_work_tile(const SmemLayout<HEAD_DIM>& smem, unsigned work_iter) {
+    wait(smem.kv_full[0], work_iter % 2);
+    return smem.work_tiles[work_iter % WORK_TILE_SLOTS];
 }
 
 // Warp: arrives at kv_empty. At D = 128 the producer may then overwrite K and V. At D = 64 buffers rotate,

@@ -24,8 +24,8 @@ void dq_writer(const SmemLayout<HEAD_DIM>& smem, int warpgroup, const unsigned c
     const float4* prev_frag =
         reinterpret_cast<const float4*>(smem_base + (smem.dq_prev - smem.kv) + warpgroup * BYTES) + lane;
     unsigned step = 0, prev_loads = 0;  // over all work tiles
-    for (unsigned tile_iter = 0;; tile_iter++) {
-        const WorkTile& work = wait_work_tile(smem, tile_iter);
+    for (unsigned work_iter = 0;; work_iter++) {
+        const WorkTile& work = wait_work_tile(smem, work_iter);
         arrive_kv_empty(smem);
         if (work.query_tiles == 0) return;
         for (int head = work.head_begin; head < work.head_end; head++) {

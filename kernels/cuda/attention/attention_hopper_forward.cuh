@@ -88,13 +88,13 @@ void producer(const SmemLayout<HEAD_DIM, STAGES>& smem, const TensorMap& qkv_map
               int* counts, int batch, int length, int heads, int kv_heads, int section) {
     const int tiles = (length + QUERY_TILE - 1) / QUERY_TILE, count = tiles * heads * batch;
     unsigned step = 0;  // counts key tiles of all work tiles
-    for (unsigned tile_iter = 0;; tile_iter++) {
-        const unsigned slot = tile_iter % 2;
+    for (unsigned work_iter = 0;; work_iter++) {
+        const unsigned slot = work_iter % 2;
         const int number = atomicAdd(&counts[0], 1);
         const WorkTile work = number < count
                                   ? work_tile_at(number, tiles, heads, batch, section, start, length)
                                   : WorkTile{-1, 0, 0, 0};
-        wait(smem.q_empty[slot], tile_iter / 2 % 2 ^ 1);
+        wait(smem.q_empty[slot], work_iter / 2 % 2 ^ 1);
         smem.work_tiles[slot] = work;
         if (work.first_query < 0) {
             for (int g = 0; g < CONSUMERS; g++) arrive(smem.q_full[slot]);

@@ -74,7 +74,7 @@ void combine_when_last(T* out, const float* partial, int* finished, int splits, 
     float l = 0.0f, o = 0.0f;
 #pragma unroll 8
     for (int i = 0; i < splits; i++) {
-        const float rescale = __expf(split[i * (2 + head_dim)] - max_m);  // 0 if the split had no keys
+        const float rescale = __expf(split[i * (2 + head_dim)] - max_m);
         l += rescale * split[i * (2 + head_dim) + 1];
         o += rescale * split[i * (2 + head_dim) + 2 + d];
     }
@@ -160,11 +160,11 @@ __global__ void __launch_bounds__(THREADS)
     float block_m = minus_infinity();
 #pragma unroll
     for (int i = 0; i < TEAMS; i++) block_m = fmaxf(block_m, team_m[i]);
-    const float row_max = block_m == minus_infinity() ? 0.0f : block_m;  // no keys: exp(-inf - -inf) is NaN
+    // block_m is finite, as the block has a key. A team without keys has m = -inf and so the factor 0.
     float block_l = 0.0f, block_o = 0.0f;
 #pragma unroll
     for (int i = 0; i < TEAMS; i++) {
-        const float rescale = __expf(team_m[i] - row_max);
+        const float rescale = __expf(team_m[i] - block_m);
         block_l += rescale * team_l[i];
         block_o += rescale * team_o[i][threadIdx.x];
     }

@@ -11,23 +11,23 @@
 // All threads: start to prefetch the block's weight rows of one matmul into a region. On Hopper the last warp
 // issues one bulk copy (TMA) a row, so the other warps' loads do not queue behind the weights. `barrier`
 // counts the arrived bytes.
-template <typename P>
+template <typename Sizes>
 void prefetch_weights(unsigned char* region, const bf16* weight, unsigned barrier,
                       unsigned long long policy) {
-    constexpr int STRIDE_BYTES = ROW_STRIDE<P::INPUTS> * 2;
-    const int rows = P::tiles() * TILE;
+    constexpr int STRIDE_BYTES = ROW_STRIDE<Sizes::INPUTS> * 2;
+    const int rows = Sizes::tiles() * TILE;
     const auto row = [&](int r) {
-        return weight + (long long)P::output(r / TILE, r % TILE) * P::INPUTS;
+        return weight + (long long)Sizes::output(r / TILE, r % TILE) * Sizes::INPUTS;
     };
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x / WARP < WARPS - 1) return;
     const int lane = threadIdx.x % WARP;
-    if (lane == 0) arrive_expecting(barrier, rows * P::INPUTS * 2);
+    if (lane == 0) arrive_expecting(barrier, rows * Sizes::INPUTS * 2);
     __syncwarp();  // the barrier expects the bytes before the first copy can complete
     for (int r = lane; r < rows; r += WARP)
-        bulk_load_hint(shared_address(region) + r * STRIDE_BYTES, row(r), P::INPUTS * 2, barrier, policy);
+        bulk_load_hint(shared_address(region) + r * STRIDE_BYTES, row(r), Sizes::INPUTS * 2, barrier, policy);
 #else
-    constexpr int VECS_PER_ROW = P::INPUTS / BF16_VEC;
+    constexpr int VECS_PER_ROW = Sizes::INPUTS / BF16_VEC;
     for (int i = threadIdx.x; i < rows * VECS_PER_ROW; i += THREADS) {
         const int r = i / VECS_PER_ROW, vec = i % VECS_PER_ROW;
         const unsigned target = shared_address(region) + r * STRIDE_BYTES + vec * 16;
@@ -61,23 +61,23 @@ inline void multiply_step(float (&c)[2][4], const uint4& w, const uint4& x) {
 
 // partial_sums [MAX_ITEMS][ROWS][TILE] = each item's sums, from the input rows smem_x [ROWS][ROW_STRIDE]. The
 // caller has waited for the weights.
-template <typename P, int ROWS>
+template <typename Sizes, int ROWS>
 void multiply(float* partial_sums, const unsigned char* region, const bf16* smem_x) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = lane / LANES_PER_ROW;
-    const int tiles = P::tiles();
+    const int tiles = Sizes::tiles();
 #pragma unroll
-    for (int first = 0; first < P::MAX_ITEMS; first += WARPS) {
-        const int item = first + warp, step = item % P::K_SPLITS * P::STEPS_PER_ITEM;
+    for (int first = 0; first < Sizes::MAX_ITEMS; first += WARPS) {
+        const int item = first + warp, step = item % Sizes::K_SPLITS * Sizes::STEPS_PER_ITEM;
         const int k = step * STEP + lane % LANES_PER_ROW * BF16_VEC;
-        if (item / P::K_SPLITS >= tiles) break;
+        if (item / Sizes::K_SPLITS >= tiles) break;
         const bf16* const w = reinterpret_cast<const bf16*>(region) +
-                              (item / P::K_SPLITS * TILE + row) * ROW_STRIDE<P::INPUTS> + k;
-        const bf16* const x = smem_x + row * ROW_STRIDE<P::INPUTS> + k;
+                              (item / Sizes::K_SPLITS * TILE + row) * ROW_STRIDE<Sizes::INPUTS> + k;
+        const bf16* const x = smem_x + row * ROW_STRIDE<Sizes::INPUTS> + k;
         const uint4 zeros = make_uint4(0, 0, 0, 0);
         float c[2][4] = {};
 #pragma unroll 4  // a full unroll needs too many registers with wide models
-        for (int s = 0; s < P::STEPS_PER_ITEM; s++) {
-            const bool in_range = P::NO_TAIL || k + s * STEP < P::INPUTS;
+        for (int s = 0; s < Sizes::STEPS_PER_ITEM; s++) {
+            const bool in_range = Sizes::NO_TAIL || k + s * STEP < Sizes::INPUTS;
             multiply_step(c, in_range ? load_vec(w + s * STEP) : zeros,
                           in_range && row < ROWS ? load_vec(x + s * STEP) : zeros);
         }
@@ -88,25 +88,25 @@ void multiply(float* partial_sums, const unsigned char* region, const bf16* smem
 }
 
 // The one pair of outputs, of one row, that a thread finishes: pair `pair` of the block's tile-th tile.
-template <typename P, int ROWS>
+template <typename Sizes, int ROWS>
 struct OutputPair {
     int tile, row, pair, first;  // first: the lower output
     bool valid;                  // whether this thread has a pair
-    static_assert(P::MAX_TILES_PER_BLOCK * ROWS * PAIRS <= THREADS);
+    static_assert(Sizes::MAX_TILES_PER_BLOCK * ROWS * PAIRS <= THREADS);
 
     OutputPair()
         : tile(threadIdx.x / (PAIRS * ROWS)), row(threadIdx.x / PAIRS % ROWS), pair(threadIdx.x % PAIRS) {
-        valid = tile < P::tiles();
-        first = valid ? P::first_output(tile, pair) : 0;
+        valid = tile < Sizes::tiles();
+        first = valid ? Sizes::first_output(tile, pair) : 0;
     }
     // Both outputs: partial sums added in item order.
     void reduce(float& a, float& b, const float* partial_sums) const {
         a = b = 0.0f;
         if (!valid) return;
 #pragma unroll
-        for (int split = 0; split < P::K_SPLITS; split++) {
-            const float* const item = partial_sums + ((tile * P::K_SPLITS + split) * ROWS + row) * TILE;
-            a += item[P::row_in_tile(pair, 0)], b += item[P::row_in_tile(pair, 1)];
+        for (int split = 0; split < Sizes::K_SPLITS; split++) {
+            const float* const item = partial_sums + ((tile * Sizes::K_SPLITS + split) * ROWS + row) * TILE;
+            a += item[Sizes::row_in_tile(pair, 0)], b += item[Sizes::row_in_tile(pair, 1)];
         }
     }
 };
@@ -151,24 +151,25 @@ struct Matmuls {
     // outputs; it is called by whole warps, threads without a pair included.
     template <int KIND, typename LoadX, typename Finish>
     void run(int n, LoadX load_x, Finish finish) const {
-        using P = Matmul<M, KIND>;
-        const OutputPair<P, ROWS> out;
+        using Sizes = Matmul<M, KIND>;
+        const OutputPair<Sizes, ROWS> out;
         const bool has_bias = model.bias[KIND] != nullptr;
         bf16 bias[2];
         if (has_bias && out.valid) {  // in flight while the block polls
             const bf16* const first = model.bias[KIND] + n / MATMULS * model.stride + out.first;
-            bias[0] = first[0], bias[1] = first[P::PAIR_STRIDE];
+            bias[0] = first[0], bias[1] = first[Sizes::PAIR_STRIDE];
         }
         // A block without tiles must not poll for inputs. No block waits for it, so its inputs may already be
         // overwritten.
-        if (P::tiles() > 0) load_x();
+        if (Sizes::tiles() > 0) load_x();
         wait_weights<REGIONS - 1>(weights_arrived[n % REGIONS], n / REGIONS % 2);
         __syncthreads();  // separates the writes of smem_x, and the weights' arrival, from the matmul's reads
-        multiply<P, ROWS>(partial_sums, weights + SmemLayout<M, ROWS, REGIONS>::region_offset(KIND), smem_x);
+        multiply<Sizes, ROWS>(partial_sums, weights + SmemLayout<M, ROWS, REGIONS>::region_offset(KIND),
+                              smem_x);
         // Separates the writes of partial_sums from their reads below, and the reads of smem_x and of the
         // weights from the next writes there.
         __syncthreads();
-        if (threadIdx.x / WARP * WARP < P::MAX_TILES_PER_BLOCK * ROWS * PAIRS) {  // warp-uniform
+        if (threadIdx.x / WARP * WARP < Sizes::MAX_TILES_PER_BLOCK * ROWS * PAIRS) {  // warp-uniform
             float a, b;
             out.reduce(a, b, partial_sums);
             if (has_bias) a += to_float(bias[0]), b += to_float(bias[1]);

@@ -117,4 +117,4 @@ struct SmemLayout {
 };
 
 template <typename M, int ROWS>
-constexpr int INPUT_ROW_BYTES = ROWS * ROW_STRIDE<const_max(M::DIM, M::FFN)> * 2;
+constexpr int INPUT_ROWS_BYTES = ROWS * ROW_STRIDE<const_max(M::DIM, M::FFN)> * 2;

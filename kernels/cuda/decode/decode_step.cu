@@ -7,7 +7,8 @@
 // LayerNorm if norms have a bias, else RMSNorm. RoPE if there is a table. New keys and values are appended.
 //
 // Layout: ROWS = B * count rows: `count` new tokens of each of B sequences. tokens, start (ROWS,) int32;
-//         length () int32: cached tokens. start is -length: a new token's position is its index minus start.
+//         length () int32: cached tokens. start is -length: a new token's position is its
+//         index among the new ones, minus start.
 //         token_weight (vocab, C), position_weight (context, C), table (context, 2, D / 2), norms (C,) fp32.
 //         Weights (outputs, inputs), biases, keys and values (layers, B, context, KV, D), norm (ROWS, C) and
 //         logits (ROWS, vocab) bf16. words: the exchange between blocks, see struct Exchange.
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     __shared__ unsigned long long barriers[REGIONS];
     unsigned char* const scratch = smem + Smem::WEIGHT_BYTES;  // the input rows, or attention's buffers
     static_assert(BYTES == Smem::WEIGHT_BYTES + Smem::PARTIAL_SUM_BYTES +
-                               const_max(INPUT_ROW_BYTES<M, ROWS>, ATTENTION_BYTES<M, ROWS>));
+                               const_max(INPUT_ROWS_BYTES<M, ROWS>, ATTENTION_BYTES<M, ROWS>));
     const Layers model = {{qkv_weight, proj_weight, up_weight, down_weight},
                           {qkv_bias, proj_bias, up_bias, down_bias}, layer_stride, layers};
     bf16* const smem_x = reinterpret_cast<bf16*>(scratch);
@@ -216,17 +217,17 @@ __global__ void __launch_bounds__(THREADS, 1)
             n + DOWN, [&] { load_act<M, ROWS>(smem_x, exchange.act, tags, n + DOWN); },
             [&](const auto& out, float a, float b) { add_to_stream(out, a, b, tags.tag(1 + n + DOWN)); });
     }
-    const int last = layers * MATMULS;
+    const int matmul_count = layers * MATMULS;
     Head<M, ROWS, Smem::WEIGHT_BYTES> head(head_weight, vocab, smem, matmuls.policy);
     if ((int)blockIdx.x < vocab / TILE)
-        row_norm.normalize(smem_x, norm_weight, norm_bias, eps, poll_stream(tags.tag(last)),
+        row_norm.normalize(smem_x, norm_weight, norm_bias, eps, poll_stream(tags.tag(matmul_count)),
                            [&](int r, int i, uint2 x) {
                                if (blockIdx.x == 0) *reinterpret_cast<uint2*>(norm + r * DIM + i) = x;
                            });
     __syncthreads();  // separates the writes of smem_x from the head's reads
-    // Programmatic dependent launch: the next kernel may start once every block has come here, so all are
-    // resident. This kernel itself is launched without it, and starts after the kernel before has ended.
+    // Programmatic dependent launch: the next kernel may start once every block has come here. By then all
+    // blocks of this one are resident. It is itself launched without it, after the kernel before has ended.
     launch_dependents();
     head.multiply(logits, vocab, smem_x);
-    tags.finish(1 + last);
+    tags.finish(1 + matmul_count);
 }

@@ -72,8 +72,8 @@ inline void named_barrier_arrive(int id, int threads) {
 // ---- TMA and bulk copies, issued by one thread. Rows past an array's end are read as zeros and not written.
 
 // Proxy fences: make this thread's earlier accesses visible to the async proxy
-// (TMA, bulk copies, wgmma). The first covers its writes to shared memory. The
-// second covers global memory, with what this thread has acquired.
+// (TMA, bulk copies, wgmma). The first covers its writes to shared memory. The second covers global memory,
+// and other threads' writes that this thread has acquired.
 inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 inline void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

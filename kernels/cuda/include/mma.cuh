@@ -56,7 +56,8 @@ inline void mma_tf32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigne
 
 // Rounds x to tf32, with an error of at most 2^-11 |x|. An MMA alone would truncate, with
 // twice the error and a bias. Veltkamp's splitting: 8193 x is rounded to 24 bits and loses the 13 last
-// bits of x. Subtracting 8192 x leaves x rounded to nearest, except in the last 2^-12 below a power of 2.
+// bits of x. Subtracting 8192 x leaves x rounded to nearest. Just below a power of 2 (by less than
+// 2^-12 of it) 8193 x has the next exponent, and x is rounded to one bit less.
 // This takes two instructions; cvt.rna.tf32 takes two and a move. It may overflow above 2^114.
 inline unsigned to_tf32(float x) { return __float_as_uint(__fmaf_rn(x, -8192.0f, __fmul_rn(x, 8193.0f))); }
 

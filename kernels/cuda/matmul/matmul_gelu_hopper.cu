@@ -189,8 +189,8 @@ void consume(const SharedMemory<TILE_N>& smem, const TensorMap& up_map, const Te
     constexpr int STAGES = SharedMemory<TILE_N>::STAGES;
     const int warpgroup = warp_number() * WARP / WARPGROUP, thread = threadIdx.x % WARPGROUP;
     const int lane = threadIdx.x % WARP;
-    // From step order_step on, the other warpgroup may start its next tile. Before that, a stage's full
-    // barrier may still be a phase behind, and a wait would pass on the equal parity of two phases before
+    // From step order_step on, the other warpgroup may start its next tile. Let in earlier, its first wait
+    // could meet a stage's full barrier two phases back, where the parity is the same, and return too soon
     // (docs/kernels/gelu_matmul.md).
     const int steps = k / TILE_K, order_step = max(steps - STAGES, 0);
     constexpr int B_K16_BYTES = BACKWARD ? 16 * TILE_ROW_BYTES : 32;  // 16 terms further in b
