@@ -64,7 +64,7 @@ class RmsQkNorm:
 
     weighted: bool
     has_rstd: bool = True
-    in_decode_step: bool = False
+    in_decode_step: bool = True
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from kernels.cpu.embedding import embedding_forward
 from kernels.cpu.gelu import gelu_forward
 from kernels.cpu.layernorm import layernorm_forward
 from kernels.cpu.matmul import matmul_forward
+from kernels.cpu.qk_norm import qk_norm_forward
 from kernels.cpu.rmsnorm import rmsnorm_forward
 from kernels.cpu.rope import rope_forward, rope_table
 from kernels.cpu.swiglu import swiglu_forward
@@ -60,6 +61,9 @@ MODELS = {
     "euler two passes": model(1, 20, 4, 1600, 104, 70),
     "mixed": model(1, 2, 1, 256, 64, 130, norm="layernorm", bias=True),
     "mixed uneven": model(2, 5, 1, 40, 24, 20, position="learned"),
+    "qk_norm": model(3, 4, 2, 256, 344, 300, qk_norm="weighted"),
+    "qk_norm wide heads": model(2, 6, 6, 768, 2048, 700, qk_norm="unweighted"),
+    "qk_norm learned": model(2, 3, 1, 96, 56, 70, position="learned", qk_norm="weighted"),
     "narrow heads": model(1, 5, 5, 40, 24, 20),
 }
 
@@ -173,7 +177,12 @@ def in_turn(
     embedding_forward(stream, tokens, start, parameters["tok.weight"], parameters.get("pos.weight"))
     for i in range(c.layers):
         qkv = linear(f"blocks.{i}.qkv", normed(f"blocks.{i}.norm1")).reshape(batch, count, heads, c.head_dim)
-        if table is not None:
+        if c.qk_norm != "none":
+            qkv = side.stored(qkv) if side.precision is np.float32 else qkv
+            weight = (parameters.get(f"blocks.{i}.{name}.weight") for name in ("q_norm", "k_norm"))
+            rstd = empty(rows, c.heads + c.kv_heads)
+            qk_norm_forward(qkv, rstd, start, table, *weight, kv_heads=c.kv_heads, eps=c.norm_eps)
+        elif table is not None:
             rope_forward(qkv, start, table, rotated=c.heads + c.kv_heads)
         rounded_qkv, attended = side.stored(qkv), side.stored(np.zeros((batch, count, c.heads, c.head_dim)))
         own = rounded_qkv if side.precision is np.float32 else qkv

@@ -270,15 +270,16 @@ def step_calls(m: Maker, s: Sizes) -> Calls:
         "bias": True,
         "tied_head": True,
     }
-    for parts in ({}, gpt2):
+    qk_norm: list[dict[str, Any]] = [{"qk_norm": "weighted"}] if 256 % s.head_dim == 0 else []
+    for parts in ({}, *qk_norm, gpt2):
         c = ModelConfig(**sizes, context=8, dim=s.heads * s.head_dim, **parts)
         names = parameter_table(c)
         weights, parameters = (
             named(m.stored(flat_size(names)), names),
             named(m.single(flat_size(names)), names),
         )
-        table = None if parts else m.single(c.context, 2, c.head_dim // 2)
-        head = weights["tok.weight"] if parts else weights["head.weight"][0]
+        table = None if parts is gpt2 else m.single(c.context, 2, c.head_dim // 2)
+        head = weights["tok.weight"] if c.tied_head else weights["head.weight"][0]
         for batch, count in ((1, 1), (2, 1), (1, 3), (2, 2)):
             outs = m.stored(batch * count, c.padded_vocab), m.stored(batch * count, c.dim)
             cache = (m.stored(c.layers, batch, c.context, c.kv_heads, c.head_dim) for _ in range(2))

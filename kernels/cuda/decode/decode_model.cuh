@@ -27,12 +27,13 @@ constexpr int const_max(int a, int b) { return a > b ? a : b; }
 constexpr int const_min(int a, int b) { return a < b ? a : b; }
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-template <int BLOCKS_, int DIM_, int HEADS_, int KV_HEADS_, int HEAD_DIM_, int FFN_, bool ROPE_, bool GATED_>
+template <int BLOCKS_, int DIM_, int HEADS_, int KV_HEADS_, int HEAD_DIM_, int FFN_, bool ROPE_,
+          bool QK_NORM_, bool GATED_>
 struct Model {
     static constexpr int BLOCKS = BLOCKS_, DIM = DIM_, HEADS = HEADS_, KV_HEADS = KV_HEADS_;
     static constexpr int HEAD_DIM = HEAD_DIM_, FFN = FFN_;
     static constexpr int QKV_WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-    static constexpr bool ROPE = ROPE_, GATED = GATED_;
+    static constexpr bool ROPE = ROPE_, QK_NORM = QK_NORM_, GATED = GATED_;
 };
 
 // Elements from one row of x or w to the next in shared memory. The stride is 64 bytes modulo 128, so the

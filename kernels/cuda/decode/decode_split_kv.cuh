@@ -27,6 +27,42 @@ inline float minus_infinity() { return __int_as_float(0xff800000); }
 // exp(m - M), the factor that rescales sums relative to m. It is 0 without keys, as exp(-inf - -inf) is NaN.
 inline float rescale_factor(float m, float M) { return m == minus_infinity() ? 0.0f : __expf(m - M); }
 
+// What the query and new keys still need in a model with QK-norm: the norm, then the rotation. Both need the
+// whole head, whose parts come from several blocks. Weights (D,) or null: none. positions (rows,).
+struct QkNorm {
+    const float *query_weight, *key_weight, *table;
+    const int* positions;
+    float eps;
+};
+
+// Normalises and rotates a head as qk_norm.cu does. A thread holds 8 of its elements, from feature d on, and
+// D / 8 neighbouring lanes hold all of them. `angles`: cosines and sines of the head's position.
+template <int D, bool ROPE>
+void norm_and_rotate(Packed<bf16, BF16_VEC>& x, int d, const float* weight, const float* angles, float eps) {
+    constexpr int TEAM = D / BF16_VEC;
+    static_assert(WARP % TEAM == 0, "a head's lanes are one warp's, and a power of two");
+    const unsigned team = (ALL_LANES >> (WARP - TEAM)) << (threadIdx.x % WARP / TEAM * TEAM);
+    float y[BF16_VEC], square_sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < BF16_VEC; j++) y[j] = x(j), square_sum = fmaf(y[j], y[j], square_sum);
+#pragma unroll
+    for (int offset = TEAM / 2; offset > 0; offset /= 2)
+        square_sum += __shfl_xor_sync(team, square_sum, offset);
+    const float rstd = rsqrtf(fmaf(square_sum, 1.0f / D, eps));
+    const float sign = d < D / 2 ? -1.0f : 1.0f;  // of the sine: the first half loses, the second gains
+#pragma unroll
+    for (int j = 0; j < BF16_VEC; j++) {
+        y[j] = __fmul_rn(y[j], rstd);
+        if (weight) y[j] = __fmul_rn(y[j], weight[d + j]);
+        if constexpr (ROPE) {
+            const float partner = __shfl_xor_sync(team, y[j], TEAM / 2);
+            const float cosine = angles[d % (D / 2) + j], sine = angles[D / 2 + d % (D / 2) + j];
+            y[j] = fmaf(y[j], cosine, __fmul_rn(partner, __fmul_rn(sign, sine)));
+        }
+    }
+    x.set([&](int j) { return y[j]; });
+}
+
 // keys and values (B, context, KV, D) of one layer. The rest are words exchanged between blocks
 // (inter_block.cuh): qkv (rows, QKV_WIDTH / 2), two bf16 a word; split_stats (rows, H, KV_SPLITS, 2), m and
 // l; split_out (rows, H, KV_SPLITS, D), o. rows = B * count.
@@ -37,6 +73,7 @@ struct Attention {
     Word *split_stats, *split_out;
     unsigned qkv_tag, split_tag;
     int cached_len, count, context;
+    QkNorm qk_norm;  // used if M::QK_NORM
 
     int sequence(int row) const { return ROWS == 1 ? 0 : row / count; }
     int new_index(int row) const { return ROWS == 1 ? 0 : row % count; }  // among the sequence's new tokens
@@ -91,6 +128,12 @@ void load_new_qkv(bf16* smem_qkv, const Attention<M, ROWS>& a, int row, int head
         const Word* const source = a.qkv + (source_row * M::QKV_WIDTH + source_head * D + d) / 2;
         Packed<bf16, BF16_VEC> x;
         while (!load_published(x.word, source, a.qkv_tag)) {}
+        if constexpr (M::QK_NORM) {
+            const float* const weight = is_query ? a.qk_norm.query_weight : a.qk_norm.key_weight;
+            const float* angles = a.qk_norm.table;
+            if (M::ROPE) angles += (long long)a.qk_norm.positions[source_row] * D;
+            if (is_query || is_key) norm_and_rotate<D, M::ROPE>(x, d, weight, angles, a.qk_norm.eps);
+        }
         *reinterpret_cast<uint4*>(smem_qkv + vector * D + d) =
             make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]);
         // Only the first query head of a KV head appends.

@@ -4,7 +4,8 @@
 //     x += attention(norm1(x)),  x += mlp(norm2(x))       in each layer; linear layers with or without a bias
 //     norm = norm(x),  logits = norm @ head_weight^T
 //
-// LayerNorm if norms have a bias, else RMSNorm. RoPE if there is a table. New keys and values are appended.
+// LayerNorm if norms have a bias, else RMSNorm. QK-norm if QK_NORM, with a weight if it is not null. RoPE if
+// there is a table. New keys and values are appended.
 //
 // Layout: ROWS = B * count rows: `count` new tokens of each of B sequences. tokens, start (ROWS,) int32;
 //         length () int32: cached tokens. start is -length: a new token's position is its
@@ -73,7 +74,8 @@ void broadcast_inputs(int* inputs, Word* words, int input, unsigned tag) {
 template <typename M, int ROWS>
 void load_rotation(float& cosine, float& sine, const float* table, const int* positions) {
     constexpr int HEAD_DIM = M::HEAD_DIM, ROTATED = (M::HEADS + M::KV_HEADS) * HEAD_DIM;
-    if (const OutputPair<Matmul<M, QKV>, ROWS> out; M::ROPE && out.valid && out.first < ROTATED) {
+    if (!M::ROPE || M::QK_NORM) return;  // QK-norm comes before the rotation: norm_and_rotate does both
+    if (const OutputPair<Matmul<M, QKV>, ROWS> out; out.valid && out.first < ROTATED) {
         const float* const angles = table + (long long)positions[out.row] * HEAD_DIM;
         cosine = angles[out.first % HEAD_DIM], sine = angles[HEAD_DIM / 2 + out.first % HEAD_DIM];
     }
@@ -112,17 +114,18 @@ void publish_act(Word* row, const Pair& out, float a, float b, unsigned tag) {
 
 // Grid: BLOCKS, all resident at once. Block: THREADS. BYTES: dynamic shared memory.
 template <int ROWS, int REGIONS, int BYTES, int BLOCKS, int DIM, int HEADS, int KV_HEADS, int HEAD_DIM,
-          int FFN, bool ROPE, bool GATED>
+          int FFN, bool ROPE, bool QK_NORM, bool GATED>
 __global__ void __launch_bounds__(THREADS, 1)
     decode_step(bf16* logits, bf16* norm, const int* tokens, const int* start, const int* length, bf16* keys,
                 bf16* values, Word* words, unsigned* tag_counter, const float* token_weight,
-                const float* position_weight, const float* table, const float* norm1_weight,
-                const float* norm1_bias, const float* norm2_weight, const float* norm2_bias,
-                const float* norm_weight, const float* norm_bias, const bf16* qkv_weight,
-                const bf16* qkv_bias, const bf16* proj_weight, const bf16* proj_bias, const bf16* up_weight,
-                const bf16* up_bias, const bf16* down_weight, const bf16* down_bias, const bf16* head_weight,
-                long long layer_stride, int layers, int count, int context, int vocab, float eps) {
-    using M = Model<BLOCKS, DIM, HEADS, KV_HEADS, HEAD_DIM, FFN, ROPE, GATED>;
+                const float* position_weight, const float* table, const float* q_norm_weight,
+                const float* k_norm_weight, const float* norm1_weight, const float* norm1_bias,
+                const float* norm2_weight, const float* norm2_bias, const float* norm_weight,
+                const float* norm_bias, const bf16* qkv_weight, const bf16* qkv_bias, const bf16* proj_weight,
+                const bf16* proj_bias, const bf16* up_weight, const bf16* up_bias, const bf16* down_weight,
+                const bf16* down_bias, const bf16* head_weight, long long layer_stride, int layers, int count,
+                int context, int vocab, float eps) {
+    using M = Model<BLOCKS, DIM, HEADS, KV_HEADS, HEAD_DIM, FFN, ROPE, QK_NORM, GATED>;
     using Smem = SmemLayout<M, ROWS, REGIONS>;
     extern __shared__ __align__(16) unsigned char smem[];
     __shared__ RowNorm<M, ROWS> row_norm;
@@ -182,11 +185,11 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < layers; i++) {
         const int n = i * MATMULS;
         const long long offset = i * layer_stride;
-        const auto bias_of_layer = [&](const float* bias) { return bias ? bias + offset : nullptr; };
+        const auto layer = [&](const float* first) { return first ? first + offset : nullptr; };
         matmuls.template run<QKV>(
             n + QKV,
             [&] {
-                const float *const weight = norm1_weight + offset, *const bias = bias_of_layer(norm1_bias);
+                const float *const weight = norm1_weight + offset, *const bias = layer(norm1_bias);
                 if (i == 0) row_norm.normalize(smem_x, weight, bias, eps, load_embedding, no_store);
                 else row_norm.normalize(smem_x, weight, bias, eps, poll_stream(tags.tag(n + QKV)), no_store);
             },
@@ -199,7 +202,8 @@ __global__ void __launch_bounds__(THREADS, 1)
         const long long cache_offset = (long long)i * (ROWS / count) * context * KV_HEADS * HEAD_DIM;
         const Attention<M, ROWS> attention = {
             exchange.qkv, keys + cache_offset, values + cache_offset, exchange.split_stats,
-            exchange.split_out, tags.tag(n + PROJ), tags.tag(1 + n + PROJ), cached_len, count, context};
+            exchange.split_out, tags.tag(n + PROJ), tags.tag(1 + n + PROJ), cached_len, count, context,
+            {layer(q_norm_weight), layer(k_norm_weight), table, positions, eps}};
         split_kv_attention(attention, scratch);
         matmuls.template run<PROJ>(
             n + PROJ, [&] { load_attended(smem_x, attention); },
@@ -207,7 +211,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         matmuls.template run<UP>(
             n + UP,
             [&] {
-                const float *const weight = norm2_weight + offset, *const bias = bias_of_layer(norm2_bias);
+                const float *const weight = norm2_weight + offset, *const bias = layer(norm2_bias);
                 row_norm.normalize(smem_x, weight, bias, eps, poll_stream(tags.tag(n + UP)), no_store);
             },
             [&](const auto& out, float a, float b) {
@@ -217,17 +221,15 @@ __global__ void __launch_bounds__(THREADS, 1)
             n + DOWN, [&] { load_act<M, ROWS>(smem_x, exchange.act, tags, n + DOWN); },
             [&](const auto& out, float a, float b) { add_to_stream(out, a, b, tags.tag(1 + n + DOWN)); });
     }
-    const int matmul_count = layers * MATMULS;
     Head<M, ROWS, Smem::WEIGHT_BYTES> head(head_weight, vocab, smem, matmuls.policy);
     if ((int)blockIdx.x < vocab / TILE)
-        row_norm.normalize(smem_x, norm_weight, norm_bias, eps, poll_stream(tags.tag(matmul_count)),
+        row_norm.normalize(smem_x, norm_weight, norm_bias, eps, poll_stream(tags.tag(layers * MATMULS)),
                            [&](int r, int i, uint2 x) {
                                if (blockIdx.x == 0) *reinterpret_cast<uint2*>(norm + r * DIM + i) = x;
                            });
     __syncthreads();  // separates the writes of smem_x from the head's reads
-    // Programmatic dependent launch: the next kernel may start once every block has come here. By then all
-    // blocks of this one are resident. It is itself launched without it, after the kernel before has ended.
+    // The next kernel may start once all blocks are here, so all are resident. This one waited for the last.
     launch_dependents();
     head.multiply(logits, vocab, smem_x);
-    tags.finish(1 + matmul_count);
+    tags.finish(1 + layers * MATMULS);
 }

@@ -17,7 +17,8 @@ MAX_ROWS = 4  # an MMA has room for 8 rows; not tuned
 _REGIONS = (4, 2, 1)
 _STATIC_BYTES = 4096  # at least the kernel's static shared memory: statistics of the norms, inputs, mbarriers
 
-_NORMS, _LINEARS = ("norm1", "norm2"), ("qkv", "proj", "up", "down")
+_NORMS, _QK_NORMS = ("norm1", "norm2"), ("q_norm", "k_norm")
+_LINEARS = ("qkv", "proj", "up", "down")
 
 
 def decode_step(
@@ -71,6 +72,7 @@ def decode_step(
     }
     tensors |= {f"{name}_bias": parameters.get(f"blocks.0.{name}.bias") for name in _NORMS}
     tensors |= {f"{name}_bias": weights.get(f"blocks.0.{name}.bias") for name in _LINEARS}
+    tensors |= {f"{name}_weight": parameters.get(f"blocks.0.{name}.weight") for name in _QK_NORMS}
     tensors |= {"norm_weight": parameters["norm.weight"], "norm_bias": parameters.get("norm.bias")}
     tensors |= {
         "token_weight": parameters["tok.weight"],
@@ -96,6 +98,7 @@ def decode_step_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) 
     the number of rows. It also refuses:
         - a precision other than bf16, or a width that TILE does not divide;
         - a matmul with more output pairs in one block than the block has threads;
+        - QK-norm of heads whose lanes are not a power of two, within one warp;
         - weights and rows of one block that exceed the shared memory of a multiprocessor.
     """
     divisible = all(width % _C["TILE"] == 0 for width in (config.dim, config.ffn, config.head_dim))
@@ -105,13 +108,16 @@ def decode_step_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) 
 
 def _template(c: ModelConfig, rows: int, blocks: int, shared_bytes: int) -> tuple[Template, int] | None:
     """The kernel's template arguments and bytes of dynamic shared memory; None if the model does not fit."""
-    sizes = (blocks, c.dim, c.heads, c.kv_heads, c.head_dim, c.ffn, c.position == "rope", c.mlp == "swiglu")
+    sizes = (blocks, c.dim, c.heads, c.kv_heads, c.head_dim, c.ffn)
+    parts = (c.position == "rope", c.qk_norm != "none", c.mlp == "swiglu")
+    if c.qk_norm != "none" and _C["WARP"] * _C["BF16_VEC"] % c.head_dim:
+        return None
     if any(max_tiles * rows * _C["PAIRS"] > _C["THREADS"] for max_tiles, _, _ in _matmuls(c, blocks)):
         return None
     for regions in _REGIONS:
         size = _shared_bytes(c, rows, regions, blocks)
         if size <= shared_bytes - _STATIC_BYTES:
-            return (rows, regions, size, *sizes), size
+            return (rows, regions, size, *sizes, *parts), size
     return None
 
 
@@ -159,7 +165,7 @@ def _layer_stride(c: ModelConfig, weights: Mapping[str, Any], parameters: Mappin
     distances = {
         (tensors[name.replace(".0.", f".{i}.", 1)].data.ptr - tensors[name].data.ptr)
         / (tensors[name].itemsize * i)
-        for tensors, parts in ((weights, _LINEARS), (parameters, _NORMS))
+        for tensors, parts in ((weights, _LINEARS), (parameters, (*_NORMS, *_QK_NORMS)))
         for name in (f"blocks.0.{part}.{kind}" for part in parts for kind in ("weight", "bias"))
         if name in tensors
         for i in range(1, c.layers)
@@ -169,14 +175,15 @@ def _layer_stride(c: ModelConfig, weights: Mapping[str, Any], parameters: Mappin
 
 
 def _examples() -> tuple[Template, ...]:
-    """Instances that tests compile: three models, on GPUs with much and with little shared memory."""
+    """Instances that tests compile: four models, on GPUs with much and with little shared memory."""
     gpt2 = ModelConfig(
         50257, 12, 12, 12, 768, 3072, 1024, norm="layernorm", position="learned", mlp="gelu", bias=True
     )
     euler = ModelConfig(4096, 16, 12, 4, 768, 2048, 512)
     small = ModelConfig(512, 4, 4, 2, 128, 344, 128)
     of_gpt2 = ((gpt2, 1, 132, 227), (gpt2, 4, 132, 227), (gpt2, 1, 128, 99), (gpt2, 4, 128, 99))
-    cases = (*of_gpt2, (euler, 1, 132, 227), (small, 3, 28, 99))
+    qwen3 = ModelConfig(50257, 12, 6, 6, 768, 2048, 1024, qk_norm="weighted")
+    cases = (*of_gpt2, (euler, 1, 132, 227), (small, 3, 28, 99), (qwen3, 1, 132, 227), (qwen3, 4, 132, 227))
     found = [_template(c, rows, blocks, kib * 1024) for c, rows, blocks, kib in cases]
     assert all(found), "decode_step: an example does not fit"
     return tuple(one[0] for one in found if one)
