@@ -1,8 +1,8 @@
 """Micro-batches of the tokens of a split: for training, for validation and in order.
 
 A window is `context` input tokens and the token that follows each of them. Neighbouring windows share one
-token: the last target of one is the first input of the next. So every token except the very first is a target
-once.
+token: the last target of one is the first input of the next. So in a pass over a
+whole split (EvalWindows) every token except the very first is a target once.
 
 The tokens of a micro-batch depend only on its global number and the seed. The position in the data is
 therefore one integer, whatever the number of accumulated micro-batches, and a resumed run reads the next
@@ -140,7 +140,7 @@ class PretrainBatches:
         # The same in every epoch, so that the number of a window gives its epoch.
         self.windows = max(1, (shards.tokens - context) // context)
 
-    def epoch_windows(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def window_starts(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Position in the stream of the first token of windows, given their places (n,) in the order of an
         epoch.
         """
@@ -155,8 +155,8 @@ class PretrainBatches:
         numbers = np.arange(index * self.micro_batch, (index + 1) * self.micro_batch)
         starts = np.empty_like(numbers)
         for epoch in np.unique(numbers // self.windows):
-            now = numbers // self.windows == epoch
-            starts[now] = self.epoch_windows(int(epoch), numbers[now] % self.windows)
+            in_epoch = numbers // self.windows == epoch
+            starts[in_epoch] = self.window_starts(int(epoch), numbers[in_epoch] % self.windows)
         rows = np.stack([self.shards.read(start, start + self.context + 1) for start in starts.tolist()])
         return _batch(rows, self.separator_id if self.document_mask else None)
 

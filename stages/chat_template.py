@@ -188,7 +188,7 @@ def render_all(
 
 
 def truncate_conversation(parts: list[Part], context: int) -> list[Part] | None:
-    """Truncates a rendered conversation that ends with an answer at its front until it fits; answers are
+    """Shortens a rendered conversation from the front until it fits. It must end with an answer; answers are
     never cut.
 
     Removes, in this order and as far as needed: the oldest turns (a user's message and everything up to the

@@ -21,7 +21,7 @@ from stages.eval_report import CHAT_MODELS, Sample, Scores, figure_table, report
 from stages.metrics import write_csv
 from stages.packing import EvalConversations
 from stages.program import ranked_stage_main
-from stages.ranks.gpus import for_stage
+from stages.ranks.gpus import eval_rank_count
 from stages.scoring import (
     held_out_answers,
     question_of,
@@ -70,7 +70,7 @@ class Evaluation:
         e = settings.eval
         self._sampling = Sampling(temperature=e.temperature, top_k=e.top_k, top_p=e.top_p, seed=e.seed)
         self._answers = held_out_answers(conversations, tokenizer, context=context, seed=settings.eval.seed)
-        self._prompts = spread(self._short_prompts(conversations), REPLIES)
+        self._prompts = evenly_spaced(self._short_prompts(conversations), REPLIES)
         self.counts = {
             "text_tokens": self._held_out.tokens - 1,
             "text_bytes": self._held_out.counts.bytes,
@@ -95,15 +95,15 @@ class Evaluation:
 
     def measure(self, engine: Engine, *, chat: bool) -> Scores:
         """All scores and samples of one model."""
-        rows = {"micro_batch": self._settings.eval.micro_batch, "context": self._context}
-        windows = EvalWindows(self._held_out, **rows, separator_id=special_id(self._tokenizer, SEPARATOR),
+        shape = {"micro_batch": self._settings.eval.micro_batch, "context": self._context}
+        windows = EvalWindows(self._held_out, **shape, separator_id=special_id(self._tokenizer, SEPARATOR),
                               document_mask=self._settings.pretrain.document_mask)  # fmt: skip
         text = score_text(engine, windows, self._unigram, engine.config.mtp_heads)
         pad = special_id(self._tokenizer, PAD)
         true, shuffled = (
             None
             if each is None
-            else score_answers(engine, EvalConversations(each, **rows, pad_id=pad), self._end)
+            else score_answers(engine, EvalConversations(each, **shape, pad_id=pad), self._end)
             for each in (self._answers.true, self._answers.shuffled)
         )
         if engine.ranks.rank:  # rank 0 writes the texts
@@ -130,15 +130,18 @@ class Evaluation:
         return [Sample(text, tokenizer.decode(ids)) for text, ids in zip(asked, written, strict=True)]
 
     def _short_prompts(self, conversations: Iterable[Messages]) -> list[list[int]]:
-        """The first question of each conversation, if it leaves half of the context to the answer."""
+        """The first questions of at most 4 * REPLIES conversations, evenly spaced, that leave half of the
+        context to the answer.
+        """
         questions = [question for question in map(question_of, conversations) if question]
         prompts = [
-            render_prompt(question, self._tokenizer).tolist() for question in spread(questions, 4 * REPLIES)
+            render_prompt(question, self._tokenizer).tolist()
+            for question in evenly_spaced(questions, 4 * REPLIES)
         ]
         return [prompt for prompt in prompts if len(prompt) <= self._context // 2]
 
 
-def spread(items: Sequence[Item], count: int) -> list[Item]:
+def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:
     """At most `count` of the items, evenly spaced from the first to the last."""
     return [items[place] for place in np.linspace(0, len(items) - 1, min(count, len(items))).astype(int)]
 
@@ -194,7 +197,7 @@ def run(
 
 def main() -> None:
     """Runs the stage with params.yaml and the overrides of the command line."""
-    ranked_stage_main("eval", run, lambda settings: for_stage(settings.runtime))
+    ranked_stage_main("eval", run, lambda settings: eval_rank_count(settings.runtime))
 
 
 if __name__ == "__main__":

@@ -25,14 +25,19 @@ class Interrupt:
 
     Args:
         say: prints the line that confirms the request.
-        cuts: whether the signal handler itself ends an interruptible block. On a GPU such a block may end
-            only at `check`: CUDA may be capturing a graph.
+        raise_in_handler: whether the signal handler itself ends an interruptible block. On a GPU such a block
+            may end only at `check`: CUDA may be capturing a graph.
         ranks: the ranks that stop together.
     """
 
-    def __init__(self, say: Callable[[str], None], *, cuts: bool, ranks: Ranks) -> None:
+    def __init__(self, say: Callable[[str], None], *, raise_in_handler: bool, ranks: Ranks) -> None:
         self.requested = False
-        self._say, self._cuts, self._ranks, self._inside = say, cuts and ranks.size == 1, ranks, False
+        self._say, self._raise_in_handler, self._ranks, self._inside = (
+            say,
+            raise_in_handler and ranks.size == 1,
+            ranks,
+            False,
+        )
 
     def __enter__(self) -> "Interrupt":
         self._before = {number: signal.signal(number, self._request) for number in SAID}
@@ -50,8 +55,8 @@ class Interrupt:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A block that an interrupt may end at any point; its work is repeated after the resume. With several
-        ranks it runs to its next `check`.
+        """A block whose work is repeated after the resume if an interrupt ends it: in a single process on the
+        CPU at any point, on a GPU or with several ranks at its next `check`.
         """
         if self._ranks.size == 1:
             self.check()
@@ -62,7 +67,9 @@ class Interrupt:
             self._inside = False
 
     def checked(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items of this rank, until a stop is requested here: raises Interrupted before the next."""
+        """Yields the items. Raises Interrupted before the next one if this process was asked to stop; unlike
+        `check`, it does not ask the other ranks.
+        """
         for item in items:
             if self.requested:
                 raise Interrupted
@@ -78,5 +85,5 @@ class Interrupt:
             self._say(
                 f"{SAID[signal.Signals(number)]}: saving the last finished step; a second one stops at once"
             )
-        if self._inside and self._cuts:
+        if self._inside and self._raise_in_handler:
             raise Interrupted

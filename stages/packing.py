@@ -76,21 +76,21 @@ class SftBatches:
     ) -> None:
         self.conversations, self.micro_batch, self.context = conversations, micro_batch, context
         self.pad_id, self.seed = pad_id, seed
-        self._places = pack(np.sort(conversations.lengths)[::-1].tolist(), context)
-        self.rows = len(self._places)
-        self._epoch = -1  # the epoch of _members and _order
-        self._members = self._order = np.empty(0, np.int64)
+        self._packed_rows = pack(np.sort(conversations.lengths)[::-1].tolist(), context)
+        self.rows = len(self._packed_rows)
+        self._epoch = -1  # the epoch of _by_length and _order
+        self._by_length = self._order = np.empty(0, np.int64)
 
     def row(self, number: int) -> Row:
         """The conversations of row `number` of the endless sequence of epochs."""
-        epoch, place = divmod(number, self.rows)
+        epoch, row_in_epoch = divmod(number, self.rows)
         if epoch != self._epoch:
             count = len(self.conversations)
             order = permute_indices(np.arange(count), count, self.seed, epoch, 1)
-            self._members = order[np.argsort(-self.conversations.lengths[order], kind="stable")]
+            self._by_length = order[np.argsort(-self.conversations.lengths[order], kind="stable")]
             self._order = permute_indices(np.arange(self.rows), self.rows, self.seed, epoch, 2)
             self._epoch = epoch
-        return self._members[self._places[self._order[place]]].tolist()
+        return self._by_length[self._packed_rows[self._order[row_in_epoch]]].tolist()
 
     def batch(self, index: int) -> Batch:
         """Micro-batch `index` of the run, counted over all updates and ranks."""

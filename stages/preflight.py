@@ -199,7 +199,7 @@ def _memory(settings: Settings, tokenizer_path: Path) -> Iterator[str]:
     """Micro-batches of the stages after pretrain that do not fit the memory."""
     from kernels.devices import open_ops
     from kernels.memory import check_fits, plan_of_rank
-    from stages.ranks.gpus import for_training
+    from stages.ranks.gpus import training_rank_count
 
     if not tokenizer_path.is_file():
         return
@@ -208,7 +208,7 @@ def _memory(settings: Settings, tokenizer_path: Path) -> Iterator[str]:
     plans = {}
     for name in LATER_TRAINED:
         section = getattr(settings, name)
-        optimizer, ranks = section.make_optimizer(), for_training(settings.runtime, section)
+        optimizer, ranks = section.make_optimizer(), training_rank_count(settings.runtime, section)
         sizes, sharded = (config, numerics, section.micro_batch, ops), settings.runtime.shard_optimizer
         _, plans[name] = plan_of_rank(*sizes, optimizer, ranks=ranks, sharded=sharded)
     _, plans["eval"] = plan_of_rank(config, numerics, settings.eval.micro_batch, ops, None)

@@ -19,7 +19,7 @@ from stages.batches import EvalWindows, PretrainBatches
 from stages.checkpoint import MODEL, WEIGHTS, load
 from stages.interrupt import Interrupt
 from stages.program import ranked_stage_main
-from stages.ranks.gpus import for_training
+from stages.ranks.gpus import training_rank_count
 from stages.settings import Settings
 from stages.shard_format import open_split
 from stages.special_tokens import SEPARATOR
@@ -108,7 +108,9 @@ def initial_weights(folder: Path, config: ModelConfig, tokenizer_sha256: str) ->
 
 def main() -> None:
     """Runs the stage with params.yaml and the overrides of the command line."""
-    ranked_stage_main("pretrain", run, lambda settings: for_training(settings.runtime, settings.pretrain))
+    ranked_stage_main(
+        "pretrain", run, lambda settings: training_rank_count(settings.runtime, settings.pretrain)
+    )
 
 
 if __name__ == "__main__":

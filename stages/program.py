@@ -23,7 +23,7 @@ from stages.ranks.launch import end_with_launcher, launch
 from stages.settings import Settings, load
 from stages.text_files import wrap_write_errors, write_text
 
-JUST_S = 2.0  # seconds after Ctrl-C in which an error counts as its effect
+INTERRUPT_EFFECT_S = 2.0  # seconds after Ctrl-C in which an error counts as its effect
 USAGE = (
     "[key=value ...]  for example pretrain.steps=200 model=gpt2_124m +experiment=smoke; "
     "keys and values: conf/"
@@ -36,7 +36,7 @@ def stage_main(name: str, run: Callable[[Settings], None]) -> None:
     """
 
     def stage(settings: Settings, argv: list[str]) -> None:
-        with _alone(name, settings):
+        with _exclusive_stage(name, settings):
             run(settings)
 
     _main(name, stage)
@@ -61,7 +61,7 @@ def ranked_stage_main(
             if code := launch(f"stages.{name}", argv, count):
                 raise SystemExit(code)
         else:
-            with _alone(name, settings):
+            with _exclusive_stage(name, settings):
                 run(settings, ALONE)
 
     _main(name, stage)
@@ -72,7 +72,7 @@ def _run_as_rank(name: str, settings: Settings, run: Callable[[Settings, Link], 
     end_with_launcher()
     link = open_link()
     try:
-        with nullcontext() if link.rank else _alone(name, settings):
+        with nullcontext() if link.rank else _exclusive_stage(name, settings):
             run(settings, link)
     except Exception as error:
         if not isinstance(error, ValueError | OSError):
@@ -93,7 +93,7 @@ def _main(name: str, stage: Callable[[Settings, list[str]], None]) -> None:
 
 
 @contextmanager
-def _alone(name: str, settings: Settings) -> Iterator[None]:
+def _exclusive_stage(name: str, settings: Settings) -> Iterator[None]:
     """One stage at a time, with a look ahead. The memory plan writes nothing and needs neither."""
     with nullcontext() if settings.runtime.plan else stage_lock(name):
         if not settings.runtime.plan:
@@ -177,7 +177,7 @@ def command_main(run: Callable[[list[str]], None]) -> None:
         raise SystemExit(1) from None
     except (Exception, KeyboardInterrupt) as error:
         # Some libraries turn a KeyboardInterrupt into their own error. A much later error has another cause.
-        if isinstance(error, KeyboardInterrupt) or time.monotonic() - heard_at < JUST_S:
+        if isinstance(error, KeyboardInterrupt) or time.monotonic() - heard_at < INTERRUPT_EFFECT_S:
             print("interrupted", file=sys.stderr)
             raise SystemExit(130) from None
         if not isinstance(error, ValueError | OSError):

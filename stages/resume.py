@@ -30,7 +30,7 @@ from stages.fingerprint import fingerprint
 from stages.text_files import file_sha256, unwritable, write_text
 
 KEPT_STATES = 2  # the newest, and one more in case the newest is damaged
-WORK, FINISHED = "work.json", "finished"
+IDENTITY, FINISHED = "work.json", "finished"
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class ResumeFolder:
             time.sleep(0.5)
         for leftover in self.folder.glob("*.partial"):
             leftover.unlink()
-        write_text(self.folder / WORK, json.dumps(asdict(self.identity)))
-        self._name_unfinished()
+        write_text(self.folder / IDENTITY, json.dumps(asdict(self.identity)))
+        self._report_unfinished()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -125,7 +125,7 @@ class ResumeFolder:
             if state := self._read(path):
                 self._say(f"resumed at step {state.step} from {self.folder}")
                 return state
-        with self._root_lock:  # no folder is removed under this lock
+        with self._root_lock:  # the holder of this lock alone removes folders
             for path, steps in self._of_earlier_runs():
                 with suppress(FileNotFoundError):  # the other run is training and has replaced this state
                     if state := self._read(path):
@@ -186,14 +186,14 @@ class ResumeFolder:
     def _of_earlier_runs(self) -> list[tuple[Path, int]]:
         """States of other runs that are also states of this one, with their runs' lengths; newest first."""
         found = []
-        for path in self.folder.parent.glob(f"*/{WORK}"):
+        for path in self.folder.parent.glob(f"*/{IDENTITY}"):
             other = json.loads(path.read_text(encoding="utf-8"))
             if other.get("shared_hash") == self.identity.shared_hash and path.parent != self.folder:
                 common = min(other["steps_before_cooldown"], self.identity.steps_before_cooldown)
                 found += [(state, other["steps"]) for state in _states(path.parent) if _step(state) <= common]
         return sorted(found, key=lambda one: _step(one[0]), reverse=True)
 
-    def _name_unfinished(self) -> None:
+    def _report_unfinished(self) -> None:
         size, root = 0, self.folder.parent
         for path in root.glob("*/*.safetensors"):
             if path.parent != self.folder and _finished_stage(path.parent) is None:

@@ -146,8 +146,8 @@ class HeldOutAnswers:
         return 0 if self.true is None else len(self.true)
 
 
-ANSWER_FIGURES = ("answer_loss", "end_of_turn_loss", "sft_loss")
-SHUFFLED_FIGURE = "answer_loss_shuffled"
+ANSWER_METRICS = ("answer_loss", "end_of_turn_loss", "sft_loss")
+SHUFFLED_METRIC = "answer_loss_shuffled"
 
 
 def held_out_answers(
@@ -165,20 +165,20 @@ def held_out_answers(
             f"none of {len(own)} held-out conversations with a question and an answer fits "
             f"model.context = {context}"
         )
-        return HeldOutAnswers(None, None, dict.fromkeys((*ANSWER_FIGURES, SHUFFLED_FIGURE), reason))
+        return HeldOutAnswers(None, None, dict.fromkeys((*ANSWER_METRICS, SHUFFLED_METRIC), reason))
     if len(own) < 2:
-        reason = "one held-out conversation has no other question to be put behind"
-        return HeldOutAnswers(_chosen(own, fits_own, tokenizer, context), None, {SHUFFLED_FIGURE: reason})
-    others = shuffle_questions(own, seed)
-    fits = fits_own & (_lengths(others, tokenizer) <= context)
+        reason = "there is only one held-out conversation: no other question to exchange"
+        return HeldOutAnswers(_chosen(own, fits_own, tokenizer, context), None, {SHUFFLED_METRIC: reason})
+    exchanged = shuffle_questions(own, seed)
+    fits = fits_own & (_lengths(exchanged, tokenizer) <= context)
     if not fits.any():
         reason = (
             f"none of {len(own)} held-out conversations fits model.context = {context} with "
             "another's question"
         )
-        return HeldOutAnswers(_chosen(own, fits_own, tokenizer, context), None, {SHUFFLED_FIGURE: reason})
+        return HeldOutAnswers(_chosen(own, fits_own, tokenizer, context), None, {SHUFFLED_METRIC: reason})
     return HeldOutAnswers(
-        _chosen(own, fits, tokenizer, context), _chosen(others, fits, tokenizer, context), {}
+        _chosen(own, fits, tokenizer, context), _chosen(exchanged, fits, tokenizer, context), {}
     )
 
 
@@ -206,7 +206,7 @@ def write_replies(
     if not prompts:
         return []
     context = engine.config.context
-    # Beyond a full context generation continues from half of it; such tokens never count.
+    # When the context is full, generation drops half of it and goes on. Such a reply never counts as ended.
     limit = min(max_tokens, context - min(map(len, prompts)) + 1)
     answers = generate_batch(engine, prompts, sampling, max_tokens=limit, stop=[end_id])
     return [

@@ -22,7 +22,7 @@ from stages.special_tokens import NEEDED
 from stages.trained_stages import TRAINED_STAGES
 from stages.training_settings import Pretrain, Sft
 
-BYTE_IDS = 256  # the ids of every vocabulary that are not learned
+BYTE_IDS = 256  # number of ids for the single bytes, which every vocabulary has
 
 
 @dataclass(frozen=True)

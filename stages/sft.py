@@ -16,7 +16,7 @@ from stages.checkpoint import load
 from stages.interrupt import Interrupt
 from stages.packing import EvalConversations, SftBatches
 from stages.program import ranked_stage_main
-from stages.ranks.gpus import for_training
+from stages.ranks.gpus import training_rank_count
 from stages.settings import Settings
 from stages.special_tokens import END, PAD
 from stages.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ def _first_question(path: Path) -> list[dict[str, str]]:
 
 def main() -> None:
     """Runs the stage with params.yaml and the overrides of the command line."""
-    ranked_stage_main("sft", run, lambda settings: for_training(settings.runtime, settings.sft))
+    ranked_stage_main("sft", run, lambda settings: training_rank_count(settings.runtime, settings.sft))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,9 @@ class ShardWriter:
         self._waiting = bytearray()  # bytes of ids that are not written yet
         self._open = ExitStack()  # the shard being written, if any
         self._file: BinaryIO | None = None
-        self._in_shard = 0  # tokens written to the open shard; whole blocks until its end
+        self._in_shard = (
+            0  # tokens written to the open shard: a multiple of BLOCK_TOKENS, except after its last write
+        )
         self._crc32: list[str] = []
 
     def add(self, tokens: NDArray[np.integer[Any]]) -> None:

@@ -87,7 +87,9 @@ def due(step: int, every: int, steps: int) -> bool:
 
 
 class _Session:
-    """The part of a run that one process trains: the arguments of `train` and the progress so far."""
+    """One session of a run, from its start or resume to its end or interrupt: the arguments of `train`, and
+    the progress so far. Every rank has its own object.
+    """
 
     def __init__(
         self, engine: Engine, training: Training, task: Task, resume: ResumeFolder, display: Display,
@@ -113,8 +115,8 @@ class _Session:
         if found is None:
             return
         step, saved_history, has_moments = found
-        others = {} if has_moments else self.engine.state()
-        self.engine.load_state({**others, **state.arrays} if state else None)
+        current = {} if has_moments else self.engine.state()
+        self.engine.load_state({**current, **state.arrays} if state else None)
         history = TrainingHistory(**saved_history)
         self.step, self.history = step, history
         history.val = [row for row in history.val if due(int(row[0]), training.val_every, training.steps)]
@@ -247,7 +249,7 @@ class _Session:
             )
 
     def _remedy(self) -> str:
-        return f"last good checkpoint {self.resume.newest() or 'none'}; try a lower lr or a longer warm-up"
+        return f"last good resume state {self.resume.newest() or 'none'}; try a lower lr or a longer warm-up"
 
 
 def train(
@@ -273,7 +275,7 @@ def train(
         KeyboardInterrupt: a second one; nothing more is saved.
     """
     session = _Session(engine, training, task, resume, display, outs)
-    with Interrupt(display.say, cuts=engine.device == "cpu", ranks=engine.ranks) as interrupt:
+    with Interrupt(display.say, raise_in_handler=engine.device == "cpu", ranks=engine.ranks) as interrupt:
         with suppress(Interrupted):
             session.run(interrupt)
         # A signal after the last check may have reached some ranks only.

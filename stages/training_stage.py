@@ -16,7 +16,7 @@ from kernels.ranks import ALONE, Link
 from stages import checkpoint
 from stages.fingerprint import fingerprint, sources
 from stages.metrics import now, open_display, versions, write_provenance
-from stages.ranks.gpus import check_divides, for_training, unused
+from stages.ranks.gpus import check_divides, training_rank_count, unused_gpus_note
 from stages.ranks.join import is_rank
 from stages.ranks.launch import LAUNCHED
 from stages.resume import ResumeFolder, RunIdentity, resume_root
@@ -40,7 +40,7 @@ def build_engine(
     runtime, numerics, optimizer = settings.runtime, settings.numerics, training.make_optimizer()
     if runtime.plan:
         if link.rank == 0:
-            _print_plan(settings, training, config, max(link.size, for_training(runtime, training)))
+            _print_plan(settings, training, config, max(link.size, training_rank_count(runtime, training)))
         return None
     check_divides(training, link.size)
     engine = Engine(config, numerics, micro_batch=training.micro_batch, device=runtime.device,
@@ -55,7 +55,7 @@ def build_engine(
     print(f"{training.section()}: {size}")
     print(f"{engine.describe()}; {libraries}\n{engine.plan_report()}", flush=True)
     others_started_it = is_rank() and LAUNCHED not in os.environ
-    if not others_started_it and (line := unused(runtime, training)):
+    if not others_started_it and (line := unused_gpus_note(runtime, training)):
         print(line, flush=True)
     if link.size > 1:
         print(

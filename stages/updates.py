@@ -5,7 +5,8 @@ is
 
     loss = sum_k mtp_loss_weights[k] * sum(weight_k * nll_k) / sum(weight_k)
 
-with both inner sums over the whole update. So gradient accumulation equals one large batch, even with masked
+where nll_k and weight_k are the losses and loss weights of the targets of head k (weight 0: masked), and both
+inner sums go over the whole update. So gradient accumulation equals one large batch, even with masked
 tokens.
 """
 
@@ -24,8 +25,8 @@ from stages.training_settings import Training
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of an update: `loss` of head 0 and `total_loss` of all heads in nats, `grad_norm` before
-    clipping.
+    """The result of an update: the `loss` of head 0 and the `total_loss` of all heads, weighted by
+    mtp_loss_weights, in nats; `grad_norm` before clipping.
     """
 
     loss: float
@@ -61,27 +62,27 @@ def train_step(
         mtp_loss_weights: the weight of each prediction head in the loss.
         lr: the learning rate.
         while_gpu_computes: called while a GPU still computes the update.
-        interruptible: a block in which each micro-step runs. An interrupt may end it: only engine.update
-            changes parameters and moments.
+        interruptible: makes the context in which a micro-step runs. An interrupt may end it without harm,
+            because only engine.update changes parameters and moments.
 
     Raises:
         ValueError: every target of head 0 has weight 0.
     """
-    weights = np.asarray(mtp_loss_weights, np.float64)
-    own_sums = [head_weight_sums(batch, len(weights)) for batch in batches]
+    head_weights = np.asarray(mtp_loss_weights, np.float64)
+    own_sums = [head_weight_sums(batch, len(head_weights)) for batch in batches]
     sums = np.sum([one for of_rank in engine.ranks.gather(own_sums) for one in of_rank], axis=0)
     if not sums[0] > 0:
         raise ValueError(
             "no target in this update is supervised: every loss weight of its micro-batches is 0"
         )
-    per_weight = np.divide(1.0, sums, out=np.zeros_like(sums), where=sums > 0)  # 0: a head without targets
+    inverse_sums = np.divide(1.0, sums, out=np.zeros_like(sums), where=sums > 0)  # 0: a head without targets
     for index, batch in enumerate(batches, start=1):
         with interruptible():
-            engine.micro_step(batch, weights * per_weight, last=index == len(batches))
+            engine.micro_step(batch, head_weights * inverse_sums, last=index == len(batches))
     engine.reduce()
     update = engine.update(lr, while_gpu_computes)
-    losses = update.nll_sums * per_weight
-    return Outcome(float(losses[0]), float(weights @ losses), float(update.grad_norm))
+    losses = update.nll_sums * inverse_sums
+    return Outcome(float(losses[0]), float(head_weights @ losses), float(update.grad_norm))
 
 
 class HeldOut(Protocol):

@@ -5,7 +5,7 @@ from stages.settings import Runtime
 from stages.training_settings import Training
 
 
-def for_stage(runtime: Runtime) -> int:
+def eval_rank_count(runtime: Runtime) -> int:
     """The ranks that a stage without updates starts on this machine.
 
     Raises:
@@ -21,48 +21,48 @@ def for_stage(runtime: Runtime) -> int:
     return runtime.gpus
 
 
-def for_training(runtime: Runtime, training: Training) -> int:
+def training_rank_count(runtime: Runtime, training: Training) -> int:
     """The ranks that a training stage starts on this machine: with auto, as many GPUs as divide its
     micro-batches.
 
     Raises:
         ValueError: runtime.gpus is more than there are, or does not divide grad_accum_steps.
     """
-    count = for_stage(runtime)
+    count = eval_rank_count(runtime)
     if runtime.gpus != "auto":
         check_divides(training, count)
         return count
     return max(ranks for ranks in range(1, count + 1) if training.grad_accum_steps % ranks == 0)
 
 
-def unused(runtime: Runtime, training: Training) -> str:
+def unused_gpus_note(runtime: Runtime, training: Training) -> str:
     """A line about GPUs that runtime.gpus=auto leaves unused; empty if there are none."""
-    used, count = for_training(runtime, training), for_stage(runtime)
+    used, count = training_rank_count(runtime, training), eval_rank_count(runtime)
     return "" if used == count else f"{used} of {count} GPUs are used; {_remedy(training, count)}"
 
 
-def check_divides(training: Training, ranks: int) -> None:
-    """Each rank makes grad_accum_steps / ranks micro-steps of an update.
+def check_divides(training: Training, rank_count: int) -> None:
+    """Each rank makes grad_accum_steps / rank_count micro-steps of an update.
 
     Raises:
         ValueError: this is no whole number; the message says what is.
     """
-    if training.grad_accum_steps % ranks:
+    if training.grad_accum_steps % rank_count:
         name = f"{training.section()}.grad_accum_steps"
         raise ValueError(
-            f"{name}: expected a multiple of the {ranks} ranks, got {training.grad_accum_steps}; "
-            + _remedy(training, ranks)
+            f"{name}: expected a multiple of the {rank_count} ranks, got {training.grad_accum_steps}; "
+            + _remedy(training, rank_count)
         )
 
 
-def _remedy(training: Training, ranks: int) -> str:
+def _remedy(training: Training, rank_count: int) -> str:
     """Settings that allow so many ranks, with the same global batch if there are any."""
     section, accum = training.section(), training.grad_accum_steps
     sequences = training.micro_batch * accum
-    for steps in range(ranks, sequences + 1, ranks):
+    for steps in range(rank_count, sequences + 1, rank_count):
         if steps >= accum and sequences % steps == 0:
             return (
-                f"the same batch for {ranks}: {section}.micro_batch={sequences // steps} "
+                f"the same batch for {rank_count}: {section}.micro_batch={sequences // steps} "
                 f"{section}.grad_accum_steps={steps}"
             )
     divisors = [str(count) for count in range(1, accum + 1) if accum % count == 0]

@@ -160,7 +160,7 @@ class SocketLink:
                 with suppress(OSError):
                     connection.send(text)
             self._end(text)
-        # What rank 0 says, it has printed. If it cannot, one rank speaks for it.
+        # Rank 0 has printed every message that it sends. If rank 0 itself died, rank 1 prints that.
         self._end(f"rank 0 {DIED}" if self.rank == 1 and not said else "")
 
     def _end(self, error: str) -> None:

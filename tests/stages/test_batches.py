@@ -135,7 +135,7 @@ def test_epoch_border_inside_a_batch(tmp_path: Path) -> None:
     assert batches.windows == 4
     rows = np.concatenate([batches.batch(index).tokens[:, 0] for index in range(2)])
     for epoch in range(3):
-        expected = batches.epoch_windows(epoch, np.arange(4))
+        expected = batches.window_starts(epoch, np.arange(4))
         assert np.array_equal(rows[4 * epoch : 4 * epoch + 4], expected)
 
 

@@ -286,7 +286,7 @@ def test_a_report_with_one_conversation(
     assert "answer_loss_shuffled" in metrics["missing"]
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert (
-        "- answer_loss_shuffled: one held-out conversation has no other question to be put behind" in report
+        "- answer_loss_shuffled: there is only one held-out conversation: no other question to exchange" in report
     )
 
 
@@ -356,9 +356,9 @@ def test_the_unigram_loss_of_its_own_text_is_its_entropy(corpus: Any) -> None:
 
 def test_spread_takes_first_last_and_no_item_twice() -> None:
     """Would catch replies to the first questions of the file only, all of one source."""
-    assert eval.spread(list(range(1000)), 3) == [0, 499, 999]
-    assert eval.spread([1, 2], 5) == [1, 2] and eval.spread([], 5) == []
-    assert len(set(eval.spread(list(range(101)), 100))) == 100
+    assert eval.evenly_spaced(list(range(1000)), 3) == [0, 499, 999]
+    assert eval.evenly_spaced([1, 2], 5) == [1, 2] and eval.evenly_spaced([], 5) == []
+    assert len(set(eval.evenly_spaced(list(range(101)), 100))) == 100
 
 
 def test_a_figure_that_is_not_finite_is_an_error() -> None:

@@ -108,7 +108,7 @@ def test_files_are_one_stream(
         splits["train"], micro_batch=4, context=8, separator_id=270, document_mask=True, seed=1
     )
     batch = batches.batch(3)
-    start = int(batches.epoch_windows(0, np.arange(12, 16))[2])
+    start = int(batches.window_starts(0, np.arange(12, 16))[2])
     assert batch.tokens[2].tolist() == ids[start : start + 8]
 
 
