@@ -242,7 +242,7 @@ def test_a_conversation_that_fits_one_way_only_takes_no_part(corpus: Any) -> Non
 @pytest.mark.parametrize(
     ("talks", "context", "missing"),
     [
-        (1, 32, {"answer_loss_shuffled": "one held-out conversation has no other question"}),
+        (1, 32, {"answer_loss_shuffled": "there is only one held-out conversation"}),
         (
             4,
             3,
