@@ -5,6 +5,7 @@ euler models are rmsnorm + rope + swiglu + grouped key/value heads + several pre
 trains as well. What a part does is its entry in kernels/parts/.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -38,6 +39,7 @@ class ModelConfig:
         norm, position, mlp: the parts.
         qk_norm: RMSNorm of each query and key head before the rotation, with a learned weight that the heads
             share, or without; with norm_eps.
+        logit_softcap: logits z become logit_softcap * tanh(z / logit_softcap); 0: they stay.
         bias: whether every linear layer adds a bias (the heads never do).
         tied_head: whether head 0 is the token embedding itself.
         rope_base: base of RoPE's geometric frequencies, unused with learned positions.
@@ -63,6 +65,7 @@ class ModelConfig:
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
     qk_norm: QkNorm = "none"
+    logit_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "kv_heads", "dim", "ffn", "context", "mtp_heads"):
@@ -97,6 +100,8 @@ class ModelConfig:
             )
         if not self.norm_eps > 0:
             raise ValueError(f"model.norm_eps: expected a positive number, got {self.norm_eps}")
+        if not 0 <= self.logit_softcap < math.inf:
+            raise ValueError(f"model.logit_softcap: expected at least 0, got {self.logit_softcap}; 0 is none")
         if not self.rope_base > 1:
             raise ValueError(f"model.rope_base: expected a number above 1, got {self.rope_base}")
 

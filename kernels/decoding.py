@@ -47,14 +47,16 @@ class Decoder:
         return new_cache(self._config, self._model.tensors.ops, batch)
 
     def decode(self, tokens: NDArray[np.int32], cache: KVCache) -> NDArray[np.float32]:
-        """Append tokens (B, n) to the cache; return head 0's logits (B, V) after the last of them.
+        """Append tokens (B, n) to the cache; return head 0's logits (B, V) after the last of them, with the
+        model's logit_softcap.
 
         Raises:
             ValueError: the cache has no room for n more tokens.
         """
         _require_free(cache)
         logits = self._model.tensors.ops.download(self._append(tokens, cache, 1))
-        return logits[:, : self._config.vocab_size].astype(np.float32)
+        logits, cap = logits[:, : self._config.vocab_size], self._config.logit_softcap
+        return (cap * np.tanh(logits / cap) if cap else logits).astype(np.float32)
 
     def sample_next(
         self, tokens: Array, cache: KVCache, uniform: Array, suppressed: Array, *, last: int = 1,
@@ -163,8 +165,8 @@ class Decoder:
             ops.suppress_tokens(logits, memory.view("suppressed", (sampler.suppressed_count,)))
         ops.sample(
             tokens_view(memory, count, 1 - slot), logits, memory.view("uniform", (count,), slot),
-            vocab_size=self._config.vocab_size, temperature=sampler.temperature, top_k=sampler.top_k,
-            top_p=sampler.top_p,
+            vocab_size=self._config.vocab_size, softcap=self._config.logit_softcap,
+            temperature=sampler.temperature, top_k=sampler.top_k, top_p=sampler.top_p,
         )  # fmt: skip
 
     def _append(

@@ -186,8 +186,9 @@ class Engine:
                 # dlogits take the memory of the logits.
                 dlogits = self._model.head_logits(k, norm[part])
                 self.ops.cross_entropy_backward(
-                    dlogits, nll[part], targets[k, part], dnll[k, part], vocab_size=vocab_size
-                )
+                    dlogits, nll[part], targets[k, part], dnll[k, part], vocab_size=vocab_size,
+                    softcap=self.config.logit_softcap,
+                )  # fmt: skip
                 self._model.head_backward(
                     dnorm[part], k, dlogits, norm[part], accumulate=accumulate or part.start > 0
                 )
@@ -258,8 +259,9 @@ class Engine:
             for part in self._parts(norm.shape[0]):
                 logits, outs = self._model.head_logits(k, norm[part]), (nll[part], correct[part])
                 self.ops.cross_entropy_forward(
-                    *outs, logits, target[k, part], vocab_size=self.config.vocab_size
-                )
+                    *outs, logits, target[k, part], vocab_size=self.config.vocab_size,
+                    softcap=self.config.logit_softcap,
+                )  # fmt: skip
             result.nll[k] = self.ops.download(nll).reshape(shape[1:])
             result.correct[k] = self.ops.download(correct).reshape(shape[1:])
         return result

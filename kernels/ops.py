@@ -136,11 +136,11 @@ class Ops(Protocol):
     def swiglu_forward(self, out: Array, inp: Array) -> None: ...
     def swiglu_backward(self, dinp: Array, dout: Array, inp: Array) -> None: ...
     def cross_entropy_forward(
-        self, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int
+        self, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int, softcap: float
     ) -> None: ...
     # dlogits hold the logits on entry.
     def cross_entropy_backward(
-        self, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int
+        self, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int, softcap: float
     ) -> None: ...
     def weighted_sum_forward(self, total: Array, nll: Array, weight: Array) -> None: ...
 
@@ -163,8 +163,8 @@ class Ops(Protocol):
     # Generation.
     def suppress_tokens(self, logits: Array, ids: Array) -> None: ...
     def sample(
-        self, out: Array, logits: Array, uniform: Array, *, vocab_size: int, temperature: float, top_k: int,
-        top_p: float,
+        self, out: Array, logits: Array, uniform: Array, *, vocab_size: int, softcap: float,
+        temperature: float, top_k: int, top_p: float,
     ) -> None: ...  # fmt: skip
 
     # Memory and order of work.

@@ -17,7 +17,7 @@ from stages.tokenizer import Tokenizer
 Weights = dict[str, np.ndarray]
 
 # The parts of each class. `architecture` also checks that GPT-2 has no grouped KV heads.
-LLAMA = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
+LLAMA = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "logit_softcap": 0.0}
 PARTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA | {"qk_norm": "none"},
     "Qwen3ForCausalLM": LLAMA | {"qk_norm": "weighted"},
@@ -28,6 +28,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "bias": True,
         "tied_head": True,
         "qk_norm": "none",
+        "logit_softcap": 0.0,
     },
 }
 

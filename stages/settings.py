@@ -87,6 +87,7 @@ class Model:
     norm_eps: float
     # Parts that most models do not have. A model's file names them only if it uses them.
     qk_norm: QkNorm = "none"
+    logit_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         self.config(vocab_size=BYTE_IDS)  # ModelConfig validates; any vocabulary size will do

@@ -11,17 +11,19 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
 def sample(
-    out: Ids, logits: Array, uniform: Array, *, vocab_size: int, temperature: float, top_k: int, top_p: float
-) -> None:
-    """Draw one token per row from softmax(logits / temperature), cut to the likeliest tokens.
+    out: Ids, logits: Array, uniform: Array, *, vocab_size: int, softcap: float, temperature: float,
+    top_k: int, top_p: float,
+) -> None:  # fmt: skip
+    """Draw one token per row from softmax(z / temperature), cut to the likeliest tokens.
 
-    Candidates are ranked by logit, equal logits by rising id. top_k keeps the first k. top_p then keeps the
-    shortest prefix whose probability reaches the fraction p of the kept candidates' probability. The draw is
+    z = softcap * tanh(logits / softcap), or logits with softcap 0. Candidates are ranked by logit, equal
+    logits by rising id. top_k keeps the first k. top_p then keeps the shortest prefix whose probability
+    reaches the fraction p of the kept candidates' probability. The draw is
 
-        out = argmax over the kept candidates of logits / temperature - log(-log(u))    (Gumbel-max)
+        out = argmax over the kept candidates of z / temperature - log(-log(u))    (Gumbel-max)
         u in (0, 1) a hash of the row's uniform number and the token's id
 
-    The draw has the distribution softmax(logits / temperature) over the kept candidates. For one
+    The draw has the distribution softmax(z / temperature) over the kept candidates. For one
     uniform number, two similar distributions mostly give the same token. Speculative decoding needs that.
 
     Args:
@@ -29,6 +31,7 @@ def sample(
         logits:  (B, Vp). Columns from vocab_size on are padding and are ignored.
         uniform: (B,) fp64 in [0, 1), an independent random number per row.
         vocab_size: V.
+        softcap: bound of the magnitude of z; 0: none. A logit of -infinity stays.
         temperature: 0 takes the likeliest token.
         top_k:   0 keeps all candidates.
         top_p:   in (0, 1]; 1 keeps all candidates.
@@ -40,7 +43,7 @@ def sample(
     for row, number in enumerate(uniform):
         values = logits[row, :vocab_size]
         out[row] = (
-            _draw(values, number.view(np.uint64), temperature, top_k, top_p)
+            _draw(values, number.view(np.uint64), softcap, temperature, top_k, top_p)
             if temperature
             else values.argmax()
         )
@@ -52,11 +55,20 @@ def suppress_tokens(logits: Array, ids: Ids) -> None:
 
 
 @jit
-def _draw(logits, number, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
+def _capped(logit, softcap):  # type: ignore[no-untyped-def]
+    z = np.float64(logit)
+    return softcap * np.tanh(z / softcap) if softcap > 0 and z > -np.inf else z
+
+
+@jit
+def _draw(logits, number, softcap, temperature, top_k, top_p):  # type: ignore[no-untyped-def]
     ids = _likeliest(logits, top_k) if 0 < top_k < logits.size else np.arange(logits.size)
     if top_p < 1:
         ids = ids[np.argsort(-logits[ids], kind="mergesort")]  # stable, as ids rise
-        weights = np.exp((logits[ids].astype(np.float64) - logits[ids[0]]) / temperature)
+        weights = np.empty(ids.size)
+        for i in range(ids.size):
+            z = _capped(logits[ids[i]], softcap) - _capped(logits[ids[0]], softcap)
+            weights[i] = np.exp(z / temperature)
         target, total, kept = top_p * weights.sum(), 0.0, 0
         # Afterwards ids[kept - 1] is the first candidate at which the sum reaches the target.
         while kept < ids.size and total < target:
@@ -65,7 +77,7 @@ def _draw(logits, number, temperature, top_k, top_p):  # type: ignore[no-untyped
         ids = ids[:kept]
     best, best_score = ids[0], -np.inf
     for token in ids:
-        score = np.float64(logits[token]) / temperature + _gumbel(number, token)
+        score = _capped(logits[token], softcap) / temperature + _gumbel(number, token)
         if score > best_score:
             best, best_score = token, score
     return best

@@ -3,7 +3,9 @@
 from kernels.cuda.runtime.device import Device
 from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
 
-_INSTANCES = ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
+_INSTANCES = tuple(
+    (*vector, capped) for vector in ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8)) for capped in (False, True)
+)
 _FORWARD = Kernel("cross_entropy.cu", "cross_entropy_forward", _INSTANCES)
 _BACKWARD = Kernel("cross_entropy.cu", "cross_entropy_backward", _INSTANCES)
 _MAX_BLOCK, _VECTORS_PER_THREAD = 1024, 2  # not tuned
@@ -11,8 +13,9 @@ _OTHER_SHARED_BYTES = 1280  # per block: its sums, and what the system reserves
 
 
 def cross_entropy_forward(
-    device: Device, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int
-) -> None:
+    device: Device, nll: Array, correct: Array, logits: Array, targets: Array, *, vocab_size: int,
+    softcap: float,
+) -> None:  # fmt: skip
     """See kernels/cpu/cross_entropy.py.
 
     Cost: reads the logits once.
@@ -20,14 +23,16 @@ def cross_entropy_forward(
     rows, width = logits.shape
     size, block = _shape(logits)
     device.launch(
-        _FORWARD, (logits.dtype, size), rows, block,
+        _FORWARD, (logits.dtype, size, softcap > 0), rows, block,
         nll=nll, correct=correct, logits=logits, targets=targets, width=width, vocab_size=vocab_size,
+        softcap=softcap,
     )  # fmt: skip
 
 
 def cross_entropy_backward(
-    device: Device, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int
-) -> None:
+    device: Device, dlogits: Array, nll: Array, targets: Array, weight: Array, *, vocab_size: int,
+    softcap: float,
+) -> None:  # fmt: skip
     """See kernels/cpu/cross_entropy.py.
 
     Cost: reads the logits from memory once and writes them once. If shared memory cannot hold two rows, or a
@@ -39,9 +44,9 @@ def cross_entropy_backward(
     row_bytes = width * dlogits.dtype.itemsize
     row_in_smem = size > 1 and 2 * (row_bytes + _OTHER_SHARED_BYTES) <= device.shared_bytes
     device.launch(
-        _BACKWARD, (dlogits.dtype, size), rows, block, shared_bytes=row_bytes if row_in_smem else 0,
-        dlogits=dlogits, nll=nll, targets=targets, weight=weight, width=width, vocab_size=vocab_size,
-        row_in_smem=row_in_smem,
+        _BACKWARD, (dlogits.dtype, size, softcap > 0), rows, block,
+        shared_bytes=row_bytes if row_in_smem else 0, dlogits=dlogits, nll=nll, targets=targets,
+        weight=weight, width=width, vocab_size=vocab_size, row_in_smem=row_in_smem, softcap=softcap,
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@
 //     draw:    1. rank the candidates by logit, equal logits by rising id
 //              2. top_k: keep the first top_k candidates (0: all)
 //              3. top_p: of those, keep the shortest prefix with a fraction >= top_p of their probability
-//              4. out = argmax over the kept candidates of logit / temperature - log(-log(u))    (Gumbel-max)
+//              4. out = argmax over the kept candidates of z / temperature - log(-log(u))    (Gumbel-max)
+//                 z = softcap * tanh(logit / softcap), or the logit with softcap 0
 //                 u in (0, 1) is a hash of the row's `uniform` and the id
 //
 // A token is a candidate unless its logit is -infinity or NaN. A row without candidates gives 0.
@@ -104,9 +105,17 @@ Code best_code(const T* row, int vocab_size) {
 struct CountOne {
     double operator()(float) const { return 1.0; }
 };
+// z of a logit. tanh by exp, which is in the kernel anyway: with tanh() it would spill.
+template <bool CAPPED>
+double capped(double x, double softcap) {
+    return CAPPED ? softcap - 2 * softcap / (1 + exp(2 / softcap * x)) : x;
+}
+template <bool CAPPED>
 struct Probability {  // unnormalised
-    double largest, inverse_temperature;
-    double operator()(float x) const { return exp(((double)x - largest) * inverse_temperature); }
+    double largest_z, softcap, inverse_temperature;
+    double operator()(float x) const {
+        return exp((capped<CAPPED>(x, softcap) - largest_z) * inverse_temperature);
+    }
 };
 
 struct Total {
@@ -225,10 +234,10 @@ __global__ void __launch_bounds__(BLOCK) sample_greedy(int* out, const T* logits
     if (threadIdx.x == 0) out[blockIdx.x] = best == NO_CODE ? 0 : id_of(best);
 }
 
-template <typename T, int SIZE>
+template <typename T, int SIZE, bool CAPPED>
 __global__ void __launch_bounds__(BLOCK)
     sample_draw(int* out, const T* logits, const double* uniform, int width, int vocab_size,
-                double inverse_temperature, int top_k, double top_p) {
+                double softcap, double inverse_temperature, int top_k, double top_p) {
     const double row_uniform = uniform[blockIdx.x];  // may lie in host memory: loads during the wait
     grid_dependency_wait();
     const T* row = logits + (long long)blockIdx.x * width;
@@ -243,7 +252,8 @@ __global__ void __launch_bounds__(BLOCK)
     }
     if (top_p < 1.0) {
         const Code best = best_code<T, SIZE>(row, vocab_size);
-        const Probability probability = {logit_of(best), inverse_temperature};
+        const double largest_z = capped<CAPPED>(logit_of(best), softcap);
+        const Probability<CAPPED> probability = {largest_z, softcap, inverse_temperature};
         const Total kept = total_between<T, SIZE>(row, vocab_size, lowest, MAX_CODE, probability);
         if (kept.count)
             lowest = find_cutoff<T, SIZE>(row, vocab_size, lowest, kept.count, top_p * kept.sum, probability);
@@ -252,7 +262,7 @@ __global__ void __launch_bounds__(BLOCK)
     int best_id = NO_ID;
     for_each_candidate<T, SIZE>(row, vocab_size, [&](float x, int id) {
         if (code_of(x, id) < lowest) return;
-        const double score = x * inverse_temperature + gumbel(row_uniform, id);
+        const double score = capped<CAPPED>(x, softcap) * inverse_temperature + gumbel(row_uniform, id);
         if (score > best_score) best_score = score, best_id = id;
     });
     const double largest = block_reduce(best_score, Larger(), MINUS_INFINITY);

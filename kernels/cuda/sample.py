@@ -5,7 +5,12 @@ from kernels.cuda.runtime.launch import BF16, FLOAT, Array, Kernel
 
 _INSTANCES = ((FLOAT, 1), (FLOAT, 4), (BF16, 1), (BF16, 8))
 _GREEDY = Kernel("sample.cu", "sample_greedy", _INSTANCES, dependent_launch=True)
-_DRAW = Kernel("sample.cu", "sample_draw", _INSTANCES, dependent_launch=True)
+_DRAW = Kernel(
+    "sample.cu",
+    "sample_draw",
+    tuple((*vector, capped) for vector in _INSTANCES for capped in (False, True)),
+    dependent_launch=True,
+)
 _SUPPRESS = Kernel("suppress_tokens.cu", "suppress_tokens", ((FLOAT,), (BF16,)))
 _BLOCK = 1024  # of sample.cu
 _SUPPRESS_BLOCK = 64
@@ -34,6 +39,7 @@ def sample(
     uniform: Array,
     *,
     vocab_size: int,
+    softcap: float,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -54,7 +60,7 @@ def sample(
         )
         return
     device.launch(
-        _DRAW, template, rows, _BLOCK,
+        _DRAW, (*template, softcap > 0), rows, _BLOCK,
         out=out, logits=logits, uniform=uniform, width=width, vocab_size=vocab_size,
-        inverse_temperature=1 / temperature, top_k=top_k, top_p=top_p,
+        softcap=softcap, inverse_temperature=1 / temperature, top_k=top_k, top_p=top_p,
     )  # fmt: skip

@@ -1,11 +1,11 @@
 """ModelConfig and Numerics: what they refuse, and what they derive."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from kernels.config import ModelConfig, Numerics
+from kernels.config import Mlp, ModelConfig, Norm, Numerics, Position
 
 VALID: dict[str, Any] = {
     "vocab_size": 512, "layers": 2, "heads": 4, "kv_heads": 2, "dim": 32, "ffn": 24, "context": 16
@@ -25,9 +25,9 @@ def test_sizes_are_positive(name: str) -> None:
     [
         ({"vocab_size": 65537}, r"^vocab_size: expected 1 to 65536 \(shards hold uint16\), got 65537$"),
         ({"vocab_size": 0}, "^vocab_size: expected 1 to 65536"),
-        ({"norm": "batchnorm"}, r"^model\.norm: expected one of rmsnorm, layernorm, got 'batchnorm'$"),
-        ({"position": "alibi"}, r"^model\.position: expected one of rope, learned, got 'alibi'$"),
-        ({"mlp": "relu"}, r"^model\.mlp: expected one of swiglu, gelu, got 'relu'$"),
+        ({"norm": "batchnorm"}, rf"^model\.norm: expected one of {', '.join(get_args(Norm))}, got 'batchnorm'$"),
+        ({"position": "alibi"}, rf"^model\.position: expected one of {', '.join(get_args(Position))}, got 'alibi'$"),
+        ({"mlp": "relu"}, rf"^model\.mlp: expected one of {', '.join(get_args(Mlp))}, got 'relu'$"),
         ({"dim": 30}, r"^model\.dim: expected a multiple of model\.heads = 4, got 30$"),
         ({"kv_heads": 3}, r"^model\.heads: expected a multiple of model\.kv_heads = 3, got 4$"),
         ({"dim": 36}, "^model.dim / model.heads: rope rotates pairs and needs an even head width, got 9$"),

@@ -1,5 +1,7 @@
 """Softmax and cross-entropy over a padded vocabulary."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -34,11 +36,12 @@ def inputs(rows: int, vocab_size: int, padded: int) -> Arrays:
 
 def run(a: Arrays, filled: bool = True) -> Arrays:
     """`correct` holds `filled` at first; nll_again is the backward pass's."""
-    rows, vocab_size = len(a["targets"]), int(a["vocab_size"])
+    rows = len(a["targets"])
+    sizes: dict[str, Any] = {"vocab_size": int(a["vocab_size"]), "softcap": float(a.get("softcap", 0))}
     nll, again, dlogits = unwritten(a["logits"], rows), unwritten(a["logits"], rows), a["logits"].copy()
     correct = np.full(rows, filled)
-    cross_entropy_forward(nll, correct, a["logits"], a["targets"], vocab_size=vocab_size)
-    cross_entropy_backward(dlogits, again, a["targets"], a["weight"], vocab_size=vocab_size)
+    cross_entropy_forward(nll, correct, a["logits"].copy(), a["targets"], **sizes)
+    cross_entropy_backward(dlogits, again, a["targets"], a["weight"], **sizes)
     return {"nll": nll, "correct": correct, "nll_again": again, "dlogits": dlogits}
 
 
@@ -72,6 +75,19 @@ def test_is_the_definition(shape: tuple[int, int, int]) -> None:
 def test_gradient(shape: tuple[int, int, int]) -> None:
     a = inputs(*shape)
     a["logits"][:, shape[1] :] = 0  # differences need numbers; the derivative by a padding column is zero
+    assert_gradients(run, a, {"nll": "weight"}, ("logits",))
+
+
+# A cap on the gradient's side only, a slope at the logit instead of the capped one, or at the wrong token.
+@pytest.mark.parametrize("softcap", [2.0, 15.0])
+@pytest.mark.parametrize("shape", CROSS_ENTROPY[:4:2])
+def test_softcap(shape: tuple[int, int, int], softcap: float) -> None:
+    a = inputs(*shape) | {"softcap": np.array(softcap)}
+    capped = a | {"logits": softcap * np.tanh(a["logits"] / softcap)}
+    for name, expected in plain(capped).items():
+        if name != "dlogits":
+            assert_within(name, run(a)[name], expected, 1e-13 * (1 + np.abs(expected).max()))
+    a["logits"][:, shape[1] :] = 0
     assert_gradients(run, a, {"nll": "weight"}, ("logits",))
 
 

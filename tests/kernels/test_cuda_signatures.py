@@ -291,8 +291,10 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
     """Loss, update and draw."""
     rows, size, f, vocab = s.batch * s.length, 6 * s.run, m.single, {"vocab_size": s.vocab_size}
     logits, targets, double = m.stored(rows, s.padded_vocab), m.ids(rows), array((), np.float64)
-    yield "cross_entropy_forward", (f(rows), array((rows,), np.bool_), logits, targets), vocab
-    yield "cross_entropy_backward", (logits, f(rows), targets, f(rows)), vocab
+    for softcap in (0.0, 15.0):
+        options: dict[str, Any] = vocab | {"softcap": softcap}
+        yield "cross_entropy_forward", (f(rows), array((rows,), np.bool_), logits, targets), options
+        yield "cross_entropy_backward", (logits, f(rows), targets, f(rows)), options
     yield "weighted_sum_forward", (double, f(rows), f(rows)), {}
     yield "square_sums", (f(1), f(size)), {}
     yield "grad_norm", (double, f(3)), {}
@@ -319,8 +321,8 @@ def update_calls(m: Maker, s: Sizes) -> Calls:
     yield "fp8_gelu_backward", (*given, f(1, -(-rows // 128), 48), inp, inp), {}
     yield "fp8_rescale", (f(4, 3, 4), array((4, 2), np.int32), double), {}
     yield "suppress_tokens", (logits, targets), {}
-    for temperature in (0.0, 1.0):
-        settings = {**vocab, "temperature": temperature, "top_k": 5, "top_p": 0.9}
+    for softcap, temperature in ((0.0, 0.0), (0.0, 1.0), (15.0, 1.0)):
+        settings = {**vocab, "softcap": softcap, "temperature": temperature, "top_k": 5, "top_p": 0.9}
         yield "sample", (targets, logits, array((rows,), np.float64)), settings
 
 

@@ -39,16 +39,16 @@ VOCABULARIES = (
 
 def cross_entropy(side: Side, a: Arrays) -> Arrays:
     """Both passes."""
-    rows, vocab_size = len(a["targets"]), int(a["vocab_size"])
+    rows, sizes = len(a["targets"]), {"vocab_size": int(a["vocab_size"]), "softcap": float(a["softcap"])}
     logits, dlogits, targets = side.stored(a["logits"]), side.stored(a["logits"]), side.same(a["targets"])
     nll, again = side.single(np.full(rows, np.nan)), side.single(np.full(rows, np.nan))
     correct = side.same(np.arange(rows) % 2 == 0)
-    side(cross_entropy_forward, nll, correct, logits, targets, vocab_size=vocab_size)
-    side(cross_entropy_backward, dlogits, again, targets, side.single(a["weight"]), vocab_size=vocab_size)
+    side(cross_entropy_forward, nll, correct, logits, targets, **sizes)
+    side(cross_entropy_backward, dlogits, again, targets, side.single(a["weight"]), **sizes)
     return {"nll": nll, "correct": correct, "nll_again": again, "dlogits": dlogits}
 
 
-def cross_entropy_inputs(rows: int, vocab_size: int, padded: int, spread: float) -> Arrays:
+def cross_entropy_inputs(rows: int, vocab_size: int, padded: int, spread: float, softcap: float) -> Arrays:
     """Every second target the likeliest token; rows of weight 0 first; NaN in the padding."""
     rng = np.random.default_rng([rows, vocab_size])
     logits = spread * normal(rng, rows, padded)
@@ -57,16 +57,17 @@ def cross_entropy_inputs(rows: int, vocab_size: int, padded: int, spread: float)
     logits[:, vocab_size:] = np.nan
     weight = np.abs(normal(rng, rows))
     weight[: rows // 3] = 0
-    return {"logits": logits, "targets": targets, "weight": weight, "vocab_size": np.array(vocab_size)}
+    return {"logits": logits, "targets": targets, "weight": weight, "vocab_size": np.array(vocab_size),
+            "softcap": np.array(softcap)}  # fmt: skip
 
 
 # A tail that no thread reads, padding that takes part, a maximum that is rescaled by the wrong one, or a row
 # that is written before its target was read. Logits of 1e4: exp of an unshifted one overflows.
 @storages
-@pytest.mark.parametrize("spread", [3.0, 1e4])
+@pytest.mark.parametrize(("spread", "softcap"), [(3.0, 0.0), (1e4, 0.0), (3.0, 15.0), (1e4, 15.0)])
 @pytest.mark.parametrize("shape", VOCABULARIES)
-def test_cross_entropy(shape: tuple[int, int, int], spread: float, storage: Any) -> None:
-    a = cross_entropy_inputs(*shape, spread)
+def test_cross_entropy(shape: tuple[int, int, int], spread: float, softcap: float, storage: Any) -> None:
+    a = cross_entropy_inputs(*shape, spread, softcap)
     size = 2 * float(np.abs(a["logits"][:, : shape[1]]).max())
     scale = {"nll": size, "nll_again": size, "dlogits": float(a["weight"].max())}
     assert_calibrated_op(cross_entropy, a, storage, single=("nll", "nll_again"), scale=scale)
@@ -86,7 +87,7 @@ def test_cross_entropy_past_2_to_31() -> None:
     )  # zeros: every token alike
     targets, weight = side.same(np.full(rows, 7, np.int32)), side.single(np.ones(rows))
     nll = side.single(np.full(rows, np.nan))
-    side(cross_entropy_backward, logits, nll, targets, weight, vocab_size=vocab_size)
+    side(cross_entropy_backward, logits, nll, targets, weight, vocab_size=vocab_size, softcap=0.0)
     np.testing.assert_allclose(side.host(nll), math.log(vocab_size), rtol=1e-6)
     last = side.host(logits[-1:])[0]
     assert last[7] == rounded(np.array([1 / vocab_size - 1]), STORAGES[1])[0]
@@ -383,10 +384,11 @@ def rows_of_logits(vocab_size: int, width: int, storage: Any) -> Array:
 )
 def test_sampling_is_the_cpus(vocab_size: int, width: int, storage: Any) -> None:
     logits, rng = rows_of_logits(vocab_size, width, storage), np.random.default_rng(0)
-    for temperature, top_k, top_p in product(
-        (0.0, 0.5, 1.0, 3.0), (0, 1, 5, 1024, 2000), (1.0, 0.9, 0.3, 1e-9)
+    for temperature, top_k, top_p, softcap in product(
+        (0.0, 0.5, 1.0, 3.0), (0, 1, 5, 1024, 2000), (1.0, 0.9, 0.3, 1e-9), (0.0, 15.0)
     ):
         settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        settings["softcap"] = softcap
         uniform = rng.random(4)
         expected = np.full(4, -1, np.int32)
         cpu_sample(expected, logits, uniform, vocab_size=vocab_size, **settings)
@@ -401,7 +403,8 @@ def test_sampling_never_draws_what_is_banned(storage: Any) -> None:
     logits = normal(rng, 64, 3000)
     banned = np.asarray(rng.random(logits.shape) < 0.5)
     logits[banned] = -np.inf
-    tokens = draw(logits, rng.random(64), storage, 3000, temperature=1.0, top_k=0, top_p=1.0)
+    settings = {"softcap": 15.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    tokens = draw(logits, rng.random(64), storage, 3000, **settings)
     assert not banned[np.arange(64), tokens].any()
 
 
@@ -414,7 +417,7 @@ def test_sampling_in_a_graph(storage: Any) -> None:
     logits = rows_of_logits(vocab_size, width, storage)
     on_device, uniform = on_gpu(device, logits, storage), on_gpu(device, np.zeros(4), np.float64)
     out = on_gpu(device, np.zeros(4), np.int32)
-    settings: dict[str, Any] = {"temperature": 0.8, "top_k": 0, "top_p": 0.95}
+    settings: dict[str, Any] = {"softcap": 0.0, "temperature": 0.8, "top_k": 0, "top_p": 0.95}
     graphs = device.new_graphs()
     for seed in range(4):
         host = np.random.default_rng(seed).random(4)

@@ -10,13 +10,15 @@ from tests.compare import Array, normal
 
 
 def draw(
-    logits: Array, uniform: Array, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> Array:
+    logits: Array, uniform: Array, *, softcap: float = 0.0, temperature: float = 1.0, top_k: int = 0,
+    top_p: float = 1.0,
+) -> Array:  # fmt: skip
     """One token a row."""
     out = np.full(len(logits), -1, np.int32)
     sample(
-        out, logits, uniform, vocab_size=logits.shape[1], temperature=temperature, top_k=top_k, top_p=top_p
-    )
+        out, logits, uniform, vocab_size=logits.shape[1], softcap=softcap, temperature=temperature,
+        top_k=top_k, top_p=top_p,
+    )  # fmt: skip
     return out
 
 
@@ -63,6 +65,19 @@ def test_distribution(temperature: float) -> None:
     expected *= count / expected.sum()
     counts = draws(logits, count, temperature=temperature)
     assert ((counts - expected) ** 2 / expected).sum() < 22.46
+
+
+# Logits that are drawn from uncapped, a cap after the temperature, or a banned token that the cap brings back.
+@pytest.mark.parametrize("top_p", [1.0, 0.999])
+def test_softcap(top_p: float) -> None:
+    logits, count = [0.3, -1.2, 9.0, 0.0, 2.0, -np.inf, 1.0], 4000
+    z = np.where(np.isneginf(logits), -np.inf, 1.5 * np.tanh(np.array(logits) / 1.5))
+    expected = np.exp(z / 0.5)
+    expected *= count / expected.sum()
+    counts = draws(logits, count, softcap=1.5, temperature=0.5, top_p=top_p)
+    assert counts[5] == 0
+    drawn = expected > 0
+    assert ((counts - expected)[drawn] ** 2 / expected[drawn]).sum() < 20.52  # 0.999 quantile, 5 degrees
 
 
 # top_k of 0 must be off, not empty; k tokens are kept and their proportions too (quantile for 2 degrees of

@@ -286,7 +286,8 @@ def test_a_report_with_one_conversation(
     assert "answer_loss_shuffled" in metrics["missing"]
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert (
-        "- answer_loss_shuffled: there is only one held-out conversation: no other question to exchange" in report
+        "- answer_loss_shuffled: there is only one held-out conversation: no other question to exchange"
+        in report
     )
 
 
