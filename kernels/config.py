@@ -101,7 +101,9 @@ class ModelConfig:
         if not self.norm_eps > 0:
             raise ValueError(f"model.norm_eps: expected a positive number, got {self.norm_eps}")
         if not 0 <= self.logit_softcap < math.inf:
-            raise ValueError(f"model.logit_softcap: expected at least 0, got {self.logit_softcap}; 0 is none")
+            raise ValueError(
+                f"model.logit_softcap: expected a number of at least 0 (0: none), got {self.logit_softcap}"
+            )
         if not self.rope_base > 1:
             raise ValueError(f"model.rope_base: expected a number above 1, got {self.rope_base}")
 

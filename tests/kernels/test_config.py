@@ -25,8 +25,14 @@ def test_sizes_are_positive(name: str) -> None:
     [
         ({"vocab_size": 65537}, r"^vocab_size: expected 1 to 65536 \(shards hold uint16\), got 65537$"),
         ({"vocab_size": 0}, "^vocab_size: expected 1 to 65536"),
-        ({"norm": "batchnorm"}, rf"^model\.norm: expected one of {', '.join(get_args(Norm))}, got 'batchnorm'$"),
-        ({"position": "alibi"}, rf"^model\.position: expected one of {', '.join(get_args(Position))}, got 'alibi'$"),
+        (
+            {"norm": "batchnorm"},
+            rf"^model\.norm: expected one of {', '.join(get_args(Norm))}, got 'batchnorm'$",
+        ),
+        (
+            {"position": "alibi"},
+            rf"^model\.position: expected one of {', '.join(get_args(Position))}, got 'alibi'$",
+        ),
         ({"mlp": "relu"}, rf"^model\.mlp: expected one of {', '.join(get_args(Mlp))}, got 'relu'$"),
         ({"dim": 30}, r"^model\.dim: expected a multiple of model\.heads = 4, got 30$"),
         ({"kv_heads": 3}, r"^model\.heads: expected a multiple of model\.kv_heads = 3, got 4$"),
@@ -34,6 +40,13 @@ def test_sizes_are_positive(name: str) -> None:
         ({"mtp_heads": 17}, r"^model\.mtp_heads: expected at most model\.context = 16, got 17$"),
         ({"norm_eps": 0.0}, r"^model\.norm_eps: expected a positive number, got 0\.0$"),
         ({"norm_eps": float("nan")}, r"^model\.norm_eps: expected a positive number, got nan$"),
+        ({"qk_norm": "l2"}, r"^model\.qk_norm: expected one of none, weighted, unweighted, got 'l2'$"),
+        (
+            {"qk_norm": "weighted", "position": "learned", "dim": 36},
+            "^model.dim / model.heads: model.qk_norm normalises pairs and needs an even head width, got 9",
+        ),
+        ({"logit_softcap": -1.0}, r"^model\.logit_softcap: expected a number of at least 0 \(0: none\), got -1\.0$"),
+        ({"logit_softcap": float("inf")}, r"^model\.logit_softcap: expected a number of at least 0 \(0: none\), got inf"),
         ({"rope_base": 1.0}, r"^model\.rope_base: expected a number above 1, got 1\.0$"),
     ],
 )
@@ -59,7 +72,16 @@ def test_padded_vocabulary(vocab_size: int, padded: int) -> None:
 # A field that model.json loses would come back as its default: another model.
 def test_dict_makes_the_same_model() -> None:
     changed = ModelConfig(
-        **{**VALID, "norm": "layernorm", "bias": True, "tied_head": True, "rope_base": 5e5, "mtp_heads": 3}
+        **{
+            **VALID,
+            "norm": "layernorm",
+            "bias": True,
+            "tied_head": True,
+            "rope_base": 5e5,
+            "mtp_heads": 3,
+            "qk_norm": "unweighted",
+            "logit_softcap": 15.0,
+        }
     )
     assert ModelConfig(**changed.to_dict()) == changed
     assert set(changed.to_dict()) == {field.name for field in dataclasses.fields(ModelConfig)}

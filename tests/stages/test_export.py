@@ -93,6 +93,15 @@ def test_euler_parts_are_llamas(tmp_path: Path) -> None:
     assert (config["num_key_value_heads"], config["head_dim"], config["tie_word_embeddings"]) == (1, 4, False)
 
 
+def test_qk_norm_with_a_weight_is_a_qwen3(tmp_path: Path) -> None:
+    """Would catch norms that are exchanged or left out, and a class that ignores them."""
+    tensors, config, made = exported(replace(EULER, qk_norm="weighted"), tmp_path)
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and config["model_type"] == "qwen3"
+    for norm in ("q_norm", "k_norm"):
+        theirs = tensors[f"model.layers.1.self_attn.{norm}.weight"]
+        assert theirs.shape == (4,) and np.array_equal(theirs, made.weights[f"blocks.1.{norm}.weight"])
+
+
 def test_gpt2_parts_are_gpt2s(tmp_path: Path) -> None:
     """Would catch linear weights that are not transposed, which square ones hide, and a second copy of the
     tied head.
@@ -190,6 +199,8 @@ def test_same_model_same_bytes_in_files_that_all_may_read(tmp_path: Path) -> Non
         (replace(EULER, mlp="gelu"), "model.mlp=swiglu (is gelu)", "LlamaForCausalLM"),
         (replace(EULER, bias=True), "model.bias=false (is true)", "LlamaForCausalLM"),
         (replace(EULER, position="learned"), "model.position=rope (is learned)", "LlamaForCausalLM"),
+        (replace(EULER, qk_norm="unweighted"), "model.qk_norm=none (is unweighted)", "LlamaForCausalLM"),
+        (replace(EULER, logit_softcap=15.0), "model.logit_softcap=0.0 (is 15.0)", "LlamaForCausalLM"),
         (replace(GPT2, position="rope"), "model.position=learned (is rope)", "GPT2LMHeadModel"),
         (replace(GPT2, bias=False), "model.bias=true (is false)", "GPT2LMHeadModel"),
         (replace(GPT2, tied_head=False), "model.tied_head=true (is false)", "GPT2LMHeadModel"),
