@@ -173,7 +173,7 @@ class DataParallel:
             ),
         )
         # Later ranks own what earlier layers use.
-        return next(filter(None, reversed(self.ranks.gather(self._first_nonfinite(kinds)))), None)
+        return next(filter(None, reversed(self.ranks.all_gather_object(self._first_nonfinite(kinds)))), None)
 
     def _first_nonfinite(self, kinds: Iterable[tuple[str, Array]]) -> str | None:
         own = self._split.own

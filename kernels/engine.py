@@ -280,13 +280,13 @@ class Engine:
         for name in ("parameters", *self.moments):
             self._parallel.distribute(name, state[name] if state else None)
         if self._fp8_weights:
-            scales = self.ranks.gather(state and state["fp8_scales"])[0]
+            scales = self.ranks.all_gather_object(state and state["fp8_scales"])[0]
             self.ops.upload(self._arena.whole("fp8_scales"), scales)
         self._cast_fp8_weights()
         for name in ("gradients", "fp8_amax", "nll_sums"):
             if name in self._arena:
                 self.ops.fill_zero(self._arena.whole(name))
-        self._step = self.ranks.gather(int(state["step"]) if state else 0)[0]
+        self._step = self.ranks.all_gather_object(int(state["step"]) if state else 0)[0]
         self._is_first_micro_step = True
 
     @property

@@ -5,7 +5,7 @@
     reduce_scatter    own part of flat = the sum of that part over all ranks
     all_gather        flat = each rank's own part
     broadcast         array = the root's array
-    gather            values of the host, from every rank to every rank
+    all_gather_object values of the host, from every rank to every rank
 
 A flat array is cut at `bounds`: rank r's own part is flat[bounds[r] : bounds[r + 1]]. All ranks call the same
 collectives in the same order. A `Link` connects the processes. `Ranks` are the collectives for arrays of the
@@ -26,7 +26,8 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Item = TypeVar("Item")
 FORWARD_S = 0.5  # in which mpiexec passes on what a rank has printed; after an abort it may drop the rest
-RANK_0_FIRST_S = 1.0 + FORWARD_S  # ranks wait so long to report an error: rank 0 reports it if all have it
+# Errors of other ranks are reported so much later: an error that all ranks have is rank 0's to tell.
+OTHER_ERROR_DELAY_S = 1.0 + FORWARD_S
 
 
 class Link(Protocol):
@@ -107,7 +108,7 @@ class MpiLink:
     def fail(self, error: str) -> None:
         """Print the error and end all ranks. Of an error that all ranks have, rank 0 tells."""
         if self.rank:
-            time.sleep(RANK_0_FIRST_S)
+            time.sleep(OTHER_ERROR_DELAY_S)
         print_error(f"rank {self.rank}: {error}" if self.rank else error, self.note)
         time.sleep(FORWARD_S)
         self._world.Abort(1)
@@ -122,7 +123,7 @@ class Ranks:
     def __init__(self, link: Link) -> None:
         self.link, self.rank, self.size = link, link.rank, link.size
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The value of each rank."""
         return self.link.exchange([value] * self.size)
 
@@ -139,15 +140,15 @@ class Ranks:
         for first in range(0, count, self.size):
             check()
             mine = first + self.rank
-            yield from self.gather(measure(mine) if mine < count else None)[: count - first]
+            yield from self.all_gather_object(measure(mine) if mine < count else None)[: count - first]
 
     def sum(self, array: Array) -> None:
         """array = sum of all ranks' arrays."""
-        _add_up(array, self.gather(array))
+        _add_up(array, self.all_gather_object(array))
 
     def maximum(self, array: Array) -> None:
         """array = elementwise maximum of all ranks' arrays."""
-        np.maximum.reduce(self.gather(array), out=array)
+        np.maximum.reduce(self.all_gather_object(array), out=array)
 
     def reduce(self, array: Array, root: int) -> None:
         """The root's array = sum of all ranks' arrays.
@@ -169,12 +170,12 @@ class Ranks:
     def all_gather(self, flat: Array, bounds: Sequence[int]) -> None:
         """flat = the own parts of all ranks."""
         own = flat[bounds[self.rank] : bounds[self.rank + 1]]
-        for (begin, end), part in zip(pairwise(bounds), self.gather(own), strict=True):
+        for (begin, end), part in zip(pairwise(bounds), self.all_gather_object(own), strict=True):
             flat[begin:end] = part
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         """array = the root's array."""
-        array[...] = self.gather(array if self.rank == root else None)[root]
+        array[...] = self.all_gather_object(array if self.rank == root else None)[root]
 
 
 def print_error(error: str, note: str) -> None:

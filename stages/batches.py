@@ -164,9 +164,9 @@ class PretrainBatches:
 class EvalWindows:
     """A whole split, once, in windows of the context that don't overlap.
 
-    Every token except the very first is a target once, with weight 1. That includes separators, which mark
-    the end of a document and are 0 bytes of text. After the end of the split, the last batch is padded with
-    separators of weight 0, each a document of its own.
+    Every token except the very first is a target once, with weight 1. That includes separators. A
+    separator opens a document, so as a target it says that the one before has ended. It counts 0 bytes. After
+    the end of the split, the last batch is padded with separators of weight 0, each a document of its own.
 
     Args: as in PretrainBatches.
 

@@ -21,7 +21,7 @@ from stages.eval_report import CHAT_MODELS, Sample, Scores, figure_table, report
 from stages.metrics import write_csv
 from stages.packing import EvalConversations
 from stages.program import ranked_stage_main
-from stages.ranks.gpus import eval_rank_count
+from stages.ranks.gpus import available_ranks
 from stages.scoring import (
     held_out_answers,
     question_of,
@@ -197,7 +197,7 @@ def run(
 
 def main() -> None:
     """Runs the stage with params.yaml and the overrides of the command line."""
-    ranked_stage_main("eval", run, lambda settings: eval_rank_count(settings.runtime))
+    ranked_stage_main("eval", run, lambda settings: available_ranks(settings.runtime))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Interrupt:
 
     def check(self) -> None:
         """Raises Interrupted if a stop was requested. All ranks call this together, and stop together."""
-        self.requested = any(self._ranks.gather(self.requested))
+        self.requested = any(self._ranks.all_gather_object(self.requested))
         if self.requested:
             raise Interrupted
 

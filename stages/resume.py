@@ -2,7 +2,8 @@
 
 A state is one file with everything that training still needs. DVC deletes the outputs of a stage when the
 stage starts. So states are kept elsewhere, in .nanoeuler/resume/<fingerprint>/ of the main checkout. The
-fingerprint is a hash of everything that decides the bits of the run, and only an exact match resumes.
+fingerprint is a hash of everything that decides the bits of the run but the number of ranks, and only an
+exact match resumes. With another number of ranks a run continues, but rounds differently.
 
 Exception: with schedule wsd the learning rate before the cool-down does not depend on the length of the run.
 So runs that differ only in steps and cooldown_steps can share states from before the cool-down. They have the
@@ -52,7 +53,7 @@ class RunIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the bits of the run."""
+        """A hash of everything that decides the bits of the run, but the number of ranks."""
         return fingerprint([], asdict(self))
 
 

@@ -30,7 +30,7 @@ from stages.text_files import atomic_file, wrap_write_errors, write_json
 MAX_SHARDS = 100_000  # five digits in the name
 # Fewest tokens of a last shard. llm.c aborts on a shard shorter than a batch; its batches for GPT-2 have 2^19
 # tokens.
-LAST_TOKENS = 1 << 20
+MIN_LAST_SHARD_TOKENS = 1 << 20
 
 
 def to_uint16(tokens: NDArray[np.integer[Any]], vocab_size: int) -> NDArray[np.uint16]:
@@ -52,10 +52,10 @@ class ShardWriter:
     """Writes a stream of ids as shards of tokens_per_shard tokens. A context manager, whose exit closes the
     last shard.
 
-    The last shard holds at least the smaller of tokens_per_shard and LAST_TOKENS, unless it is the only one.
-    A shorter rest is appended to the shard before, which then exceeds tokens_per_shard. A full shard
-    therefore stays open until the next one has enough tokens. Those wait in memory: at most 2 MB and the
-    caller's piece.
+    The last shard holds at least the smaller of tokens_per_shard and MIN_LAST_SHARD_TOKENS, unless it is
+    the only one. A shorter rest is appended to the shard before, which then exceeds tokens_per_shard. A
+    full shard therefore stays open until the next one has enough tokens. Those wait in memory: at most 2
+    MB and the caller's piece.
 
     A shard appears under its name when it is complete.
 
@@ -65,7 +65,9 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, split: str, *, vocab_size: int, tokens_per_shard: int) -> None:
-        max_tokens = MAX_TOKENS - LAST_TOKENS  # the last shard may exceed tokens_per_shard by LAST_TOKENS
+        max_tokens = (
+            MAX_TOKENS - MIN_LAST_SHARD_TOKENS
+        )  # the last shard may exceed tokens_per_shard by MIN_LAST_SHARD_TOKENS
         if not 1 <= tokens_per_shard <= max_tokens:
             raise ValueError(
                 f"shard.tokens_per_shard: expected 1 to {max_tokens} (counts are int32), got "
@@ -75,7 +77,7 @@ class ShardWriter:
         self.vocab_size, self.tokens_per_shard = vocab_size, tokens_per_shard
         self.tokens = 0
         self.files: list[ShardFile] = []
-        self._min_tokens = min(tokens_per_shard, LAST_TOKENS)
+        self._min_tokens = min(tokens_per_shard, MIN_LAST_SHARD_TOKENS)
         self._waiting = bytearray()  # bytes of ids that are not written yet
         self._open = ExitStack()  # the shard being written, if any
         self._file: BinaryIO | None = None

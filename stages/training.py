@@ -111,7 +111,7 @@ class _Session:
         state = self.resume.load() if ranks.rank == 0 else None
         # The state at the end of a run has no moments. It is loaded for its weights: no update follows.
         has_moments = state is not None and set(self.engine.moments) <= state.arrays.keys()
-        found = ranks.gather(state and (state.step, state.history, has_moments))[0]
+        found = ranks.all_gather_object(state and (state.step, state.history, has_moments))[0]
         if found is None:
             return
         step, saved_history, has_moments = found
@@ -199,7 +199,7 @@ class _Session:
         if self.engine.ranks.rank == 0:
             with suppress(Interrupted), interrupt.interruptible():
                 text = self.task.sample(self.training.seed + self.step, interrupt)
-        text = self.engine.ranks.gather(text)[0]
+        text = self.engine.ranks.all_gather_object(text)[0]
         if text is None:
             raise Interrupted
         return text
@@ -214,7 +214,7 @@ class _Session:
             return
         ranks, arrays = self.engine.ranks, self.engine.state()
         finite = ranks.rank > 0 or bool(np.isfinite(arrays["parameters"]).all())
-        if not ranks.gather(finite)[0]:
+        if not ranks.all_gather_object(finite)[0]:
             raise ValueError(
                 f"step {self.step}: {self.engine.first_nonfinite()} is not finite; {self._remedy()}"
             )
@@ -249,7 +249,8 @@ class _Session:
             )
 
     def _remedy(self) -> str:
-        return f"last good resume state {self.resume.newest() or 'none'}; try a lower lr or a longer warm-up"
+        state = self.resume.newest() or "none"
+        return f"last good resume state {state}; start over with a lower lr or a longer warm-up"
 
 
 def train(
@@ -279,7 +280,7 @@ def train(
         with suppress(Interrupted):
             session.run(interrupt)
         # A signal after the last check may have reached some ranks only.
-        stopped = any(engine.ranks.gather(interrupt.requested))
+        stopped = any(engine.ranks.all_gather_object(interrupt.requested))
         if stopped:
             session.save()
             nothing = (
@@ -288,7 +289,7 @@ def train(
             )
             saved = f"interrupted: step {session.step} is saved; the same command resumes there"
             display.say(saved if session.step else nothing)
-            engine.ranks.gather(None)  # no rank ends before rank 0 has saved
+            engine.ranks.all_gather_object(None)  # no rank ends before rank 0 has saved
     if stopped:  # also after the last step: the next stages must not start
         raise SystemExit(EXIT_CODE)
     return session.history

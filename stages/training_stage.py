@@ -121,7 +121,9 @@ def run_stage(
 
 
 def _identity(settings: Settings, training: Training, engine: Engine, deps: Sequence[Path]) -> RunIdentity:
-    """The identity of this run for resuming: everything that decides its bits."""
+    """The identity of this run for resuming: everything that decides its bits, but the number
+    of ranks.
+    """
     name = training.section()
     without_length = {
         key: value for key, value in asdict(training).items() if key not in ("steps", "cooldown_steps")

@@ -70,7 +70,7 @@ def train_step(
     """
     head_weights = np.asarray(mtp_loss_weights, np.float64)
     own_sums = [head_weight_sums(batch, len(head_weights)) for batch in batches]
-    sums = np.sum([one for of_rank in engine.ranks.gather(own_sums) for one in of_rank], axis=0)
+    sums = np.sum([one for of_rank in engine.ranks.all_gather_object(own_sums) for one in of_rank], axis=0)
     if not sums[0] > 0:
         raise ValueError(
             "no target in this update is supervised: every loss weight of its micro-batches is 0"

@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[str, Spoil | None, list[str], str]] = {
     "not finite": (
         "pretrain", None, ["pretrain.lr=1e30"],
         "step [234]: loss .*, learning rate 1e.30, gradient norm .*, first bad tensor .*weight: not finite; "
-        "last good resume state .*; try a lower lr or a longer warm-up",
+        "last good resume state .*; start over with a lower lr or a longer warm-up",
     ),
     # The disk. A file in place of a folder simulates a read-only folder, which root could write to.
     "checkout": ("shard", file_in_place_of(".nanoeuler"), [], f".nanoeuler: {WRITTEN}"),

@@ -47,7 +47,7 @@ class NcclRanks(Ranks):
             np.dtype(np.int32): nccl.NCCL_INT32,
             np.dtype(np.int64): nccl.NCCL_INT64,
         }
-        unique_id = self.gather(nccl.get_unique_id() if self.rank == 0 else None)[0]
+        unique_id = self.all_gather_object(nccl.get_unique_id() if self.rank == 0 else None)[0]
         try:
             self._communicator = nccl.NcclCommunicator(self.size, unique_id, self.rank)
         except nccl.NcclError as error:

@@ -5,7 +5,7 @@ from stages.settings import Runtime
 from stages.training_settings import Training
 
 
-def eval_rank_count(runtime: Runtime) -> int:
+def available_ranks(runtime: Runtime) -> int:
     """The ranks that a stage without updates starts on this machine.
 
     Raises:
@@ -28,7 +28,7 @@ def training_rank_count(runtime: Runtime, training: Training) -> int:
     Raises:
         ValueError: runtime.gpus is more than there are, or does not divide grad_accum_steps.
     """
-    count = eval_rank_count(runtime)
+    count = available_ranks(runtime)
     if runtime.gpus != "auto":
         check_divides(training, count)
         return count
@@ -37,7 +37,7 @@ def training_rank_count(runtime: Runtime, training: Training) -> int:
 
 def unused_gpus_note(runtime: Runtime, training: Training) -> str:
     """A line about GPUs that runtime.gpus=auto leaves unused; empty if there are none."""
-    used, count = training_rank_count(runtime, training), eval_rank_count(runtime)
+    used, count = training_rank_count(runtime, training), available_ranks(runtime)
     return "" if used == count else f"{used} of {count} GPUs are used; {_remedy(training, count)}"
 
 
@@ -56,7 +56,9 @@ def check_divides(training: Training, rank_count: int) -> None:
 
 
 def _remedy(training: Training, rank_count: int) -> str:
-    """Settings that allow so many ranks, with the same global batch if there are any."""
+    """Settings for rank_count ranks with the same global batch. If there are none: the numbers of ranks that
+    the present settings allow.
+    """
     section, accum = training.section(), training.grad_accum_steps
     sequences = training.micro_batch * accum
     for steps in range(rank_count, sequences + 1, rank_count):

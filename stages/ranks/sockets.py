@@ -15,7 +15,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
-from kernels.ranks import RANK_0_FIRST_S, RankLost, print_error
+from kernels.ranks import OTHER_ERROR_DELAY_S, RankLost, print_error
 
 CONNECT_S = 600.0  # how long a rank waits for rank 0, and rank 0 for the others
 END_S = 10.0  # how long a failed rank waits to be ended by rank 0
@@ -154,7 +154,7 @@ class SocketLink:
 
     def _lost(self, rank: int, said: str) -> None:
         if self.rank == 0:
-            time.sleep(RANK_0_FIRST_S)
+            time.sleep(OTHER_ERROR_DELAY_S)
             text = f"rank {rank}: {said}" if said else f"rank {rank} {DIED}"
             for connection in self._watch.values():
                 with suppress(OSError):

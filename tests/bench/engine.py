@@ -103,7 +103,7 @@ def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lam
     """One update with equal head weights, in seconds. It ends when loss and gradient norm are on the host."""
     heads = engine.config.mtp_heads
     begin = time.perf_counter()
-    scale = 1 / heads / sum(engine.ranks.gather(head_weight_sums(batch, heads)))
+    scale = 1 / heads / sum(engine.ranks.all_gather_object(head_weight_sums(batch, heads)))
     engine.micro_step(batch, scale, last=True)
     engine.reduce()
     engine.update(3e-4, meanwhile)
@@ -113,7 +113,7 @@ def train_step(engine: Engine, batch: Batch, meanwhile: Callable[[], None] = lam
 class NoCollectives(OneRank):
     """The collectives of a rank without what they send: the rest of an update's time."""
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The own value as everyone's."""
         return [value] * self.size
 

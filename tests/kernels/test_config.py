@@ -45,8 +45,14 @@ def test_sizes_are_positive(name: str) -> None:
             {"qk_norm": "weighted", "position": "learned", "dim": 36},
             "^model.dim / model.heads: model.qk_norm normalises pairs and needs an even head width, got 9",
         ),
-        ({"logit_softcap": -1.0}, r"^model\.logit_softcap: expected a number of at least 0 \(0: none\), got -1\.0$"),
-        ({"logit_softcap": float("inf")}, r"^model\.logit_softcap: expected a number of at least 0 \(0: none\), got inf"),
+        (
+            {"logit_softcap": -1.0},
+            r"^model\.logit_softcap: expected a number of at least 0 \(0: none\), got -1\.0$",
+        ),
+        (
+            {"logit_softcap": float("inf")},
+            r"^model\.logit_softcap: expected a number of at least 0 \(0: none\), got inf",
+        ),
         ({"rope_base": 1.0}, r"^model\.rope_base: expected a number above 1, got 1\.0$"),
     ],
 )

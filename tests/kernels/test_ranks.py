@@ -91,7 +91,7 @@ def test_one_rank_does_nothing() -> None:
     ranks.reduce_scatter(array, (0, 6))
     ranks.all_gather(array, (0, 6))
     ranks.broadcast(array)
-    assert (array == np.arange(6)).all() and ranks.gather("x") == ["x"]
+    assert (array == np.arange(6)).all() and ranks.all_gather_object("x") == ["x"]
     assert list(ranks.spread(3, str)) == ["0", "1", "2"]
 
 

@@ -18,7 +18,7 @@ import pytest
 from kernels.ranks import ALONE
 from stages.fingerprint import REPOSITORY
 from stages.ranks import gpus, join
-from stages.ranks.gpus import check_divides, eval_rank_count, training_rank_count, unused_gpus_note
+from stages.ranks.gpus import available_ranks, check_divides, training_rank_count, unused_gpus_note
 from stages.ranks.join import first_host, is_rank, open_link
 from stages.ranks.sockets import SocketLink
 from stages.settings import Runtime
@@ -39,14 +39,14 @@ def free_port() -> int:
 def test_how_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for visible, used in ((0, 1), (1, 1), (2, 2), (3, 3), (4, 3), (8, 6)):
         monkeypatch.setattr(gpus, "gpu_count", lambda visible=visible: visible)
-        assert eval_rank_count(RUNTIME) == max(1, visible)
+        assert available_ranks(RUNTIME) == max(1, visible)
         assert training_rank_count(RUNTIME, TRAINING) == used
         assert bool(unused_gpus_note(RUNTIME, TRAINING)) == (used < visible)
-        assert eval_rank_count(replace(RUNTIME, device="cpu")) == 1
+        assert available_ranks(replace(RUNTIME, device="cpu")) == 1
     assert "training.micro_batch=3 training.grad_accum_steps=8" in unused_gpus_note(RUNTIME, TRAINING)
     with pytest.raises(ValueError, match=r"runtime\.gpus: .* at most the 8 visible GPUs, got 9"):
-        eval_rank_count(replace(RUNTIME, gpus=9))
-    assert eval_rank_count(replace(RUNTIME, gpus=9, plan=True)) == 9  # a plan may ask for other machines
+        available_ranks(replace(RUNTIME, gpus=9))
+    assert available_ranks(replace(RUNTIME, gpus=9, plan=True)) == 9  # a plan may ask for other machines
     with pytest.raises(
         ValueError, match=r"training\.grad_accum_steps: expected a multiple of the 4 ranks, got 6"
     ):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stages import shard_format, shard_writer
 from stages.shard_format import BLOCK_TOKENS, HEADER_BYTES, Counts, open_split, read_shard, shard_path
-from stages.shard_writer import LAST_TOKENS, ShardWriter, write_index, write_shard
+from stages.shard_writer import MIN_LAST_SHARD_TOKENS, ShardWriter, write_index, write_shard
 
 SHA = "ab" * 32
 
@@ -65,7 +65,7 @@ def test_writer_cuts_the_stream_without_loss(
     folder = tmp_path_factory.mktemp("shards")
     stream = np.arange(sum(pieces))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_writer, "LAST_TOKENS", last)
+        patch.setattr(shard_writer, "MIN_LAST_SHARD_TOKENS", last)
         for module in (shard_format, shard_writer):
             patch.setattr(module, "BLOCK_TOKENS", block)
         with ShardWriter(folder, "train", vocab_size=1000, tokens_per_shard=per_shard) as writer:
@@ -88,11 +88,11 @@ def test_one_token_too_many_is_joined_to_the_shard_before(tmp_path: Path) -> Non
     """Catches a last shard on which llm.c aborts, at the real size: one token beyond a shard, and one shard
     that is short.
     """
-    with ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=3 * LAST_TOKENS) as writer:
-        writer.add(np.ones(3 * LAST_TOKENS, np.uint8))
+    with ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=3 * MIN_LAST_SHARD_TOKENS) as writer:
+        writer.add(np.ones(3 * MIN_LAST_SHARD_TOKENS, np.uint8))
         writer.add(np.ones(1, np.uint8))
-    assert [file.tokens for file in writer.files] == [3 * LAST_TOKENS + 1]
-    with ShardWriter(tmp_path, "val", vocab_size=10, tokens_per_shard=3 * LAST_TOKENS) as writer:
+    assert [file.tokens for file in writer.files] == [3 * MIN_LAST_SHARD_TOKENS + 1]
+    with ShardWriter(tmp_path, "val", vocab_size=10, tokens_per_shard=3 * MIN_LAST_SHARD_TOKENS) as writer:
         writer.add(np.ones(5, np.uint8))
     assert [file.tokens for file in writer.files] == [5]
 
@@ -113,7 +113,7 @@ def test_shard_sizes_that_the_format_cannot_hold(tmp_path: Path, monkeypatch: py
     with pytest.raises(
         ValueError, match=r"shard\.tokens_per_shard: expected 1 to 2146435071 .*got 2146435072"
     ):
-        ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=2**31 - LAST_TOKENS)
+        ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=2**31 - MIN_LAST_SHARD_TOKENS)
     monkeypatch.setattr(shard_writer, "MAX_SHARDS", 2)
     writer = ShardWriter(tmp_path, "train", vocab_size=10, tokens_per_shard=1)
     with pytest.raises(ValueError, match="over 2 files; set it higher"):

@@ -456,7 +456,8 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
 
     one.update = ruined  # type: ignore[assignment]
     with pytest.raises(
-        ValueError, match=r"step 1: norm\.weight is not finite; last good resume state none; try a lower lr"
+        ValueError,
+        match=r"step 1: norm\.weight is not finite; last good resume state none; start over with a lower lr",
     ):
         run(tmp_path, one=one, settings=replace(SETTINGS, checkpoint_every=1))
     assert not list(tmp_path.rglob("*.safetensors"))
