@@ -77,7 +77,8 @@ def follow(root: Path) -> list[str]:
             file.write_text(block, encoding="utf-8")
         else:
             text = file.read_text(encoding="utf-8")
-            new = text + block if kind == "At the end of" else edited(text, how, block, path)
+            blank = "\n\n" if "two blank lines" in how else ""
+            new = text + blank + block if kind == "At the end of" else edited(text, how, block, path)
             file.write_text(new, encoding="utf-8")
         touched.append(path)
     return touched
