@@ -296,6 +296,20 @@ def test_rows_that_are_taken(dtype: np.dtype[Any], width: int, kib: int, rows: i
     assert decode_step_rows(device, dtype, model(2, 4, 4, 256, width, 64)) == rows
 
 
+# A head of one lane, whose pairs for RoPE would be taken from itself, or one whose lanes lie in two warps.
+@pytest.mark.parametrize(("heads", "rows"), [(32, 0), (16, 4), (4, 4), (1, 4)])
+@pytest.mark.parametrize("qk_norm", ["none", "weighted"])
+def test_head_widths_that_are_taken(qk_norm: str, heads: int, rows: int) -> None:
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from kernels.cuda.decode.decode_step import decode_step_rows
+
+    device: Any = SimpleNamespace(sm_count=132, shared_bytes=227 * 1024)
+    c = model(2, heads, heads, 256, 256, 64, qk_norm=qk_norm)
+    assert decode_step_rows(device, BF16, c) == (rows if qk_norm != "none" else 4)
+    uneven = model(2, 2, 2, 48, 256, 64, qk_norm=qk_norm)  # heads of 24
+    assert decode_step_rows(device, BF16, uneven) == (0 if qk_norm != "none" else 4)
+
+
 # The oracle itself, where there is no GPU: the operations in turn are the engine's forward pass behind its
 # cache.
 @pytest.mark.parametrize("name", ["gpt2 uneven", "euler uneven", "mixed"])

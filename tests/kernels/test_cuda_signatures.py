@@ -270,7 +270,7 @@ def step_calls(m: Maker, s: Sizes) -> Calls:
         "bias": True,
         "tied_head": True,
     }
-    qk_norm: list[dict[str, Any]] = [{"qk_norm": "weighted"}] if 256 % s.head_dim == 0 else []
+    qk_norm: list[dict[str, Any]] = [{"qk_norm": "weighted"}] if s.head_dim in (16, 32, 64, 128, 256) else []
     for parts in ({}, *qk_norm, gpt2):
         c = ModelConfig(**sizes, context=8, dim=s.heads * s.head_dim, **parts)
         names = parameter_table(c)

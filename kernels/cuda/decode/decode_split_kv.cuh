@@ -39,15 +39,16 @@ struct QkNorm {
 // D / 8 neighbouring lanes hold all of them. `angles`: cosines and sines of the head's position.
 template <int D, bool ROPE>
 void norm_and_rotate(Packed<bf16, BF16_VEC>& x, int d, const float* weight, const float* angles, float eps) {
-    constexpr int TEAM = D / BF16_VEC;
-    static_assert(WARP % TEAM == 0, "a head's lanes are one warp's, and a power of two");
-    const unsigned team = (ALL_LANES >> (WARP - TEAM)) << (threadIdx.x % WARP / TEAM * TEAM);
+    constexpr int HEAD_LANES = D / BF16_VEC;
+    static_assert(HEAD_LANES > 1 && WARP % HEAD_LANES == 0, "at least two lanes, all of one warp");
+    const unsigned first_lane = threadIdx.x % WARP / HEAD_LANES * HEAD_LANES;
+    const unsigned lane_mask = (ALL_LANES >> (WARP - HEAD_LANES)) << first_lane;
     float y[BF16_VEC], square_sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < BF16_VEC; j++) y[j] = x(j), square_sum = fmaf(y[j], y[j], square_sum);
 #pragma unroll
-    for (int offset = TEAM / 2; offset > 0; offset /= 2)
-        square_sum += __shfl_xor_sync(team, square_sum, offset);
+    for (int offset = HEAD_LANES / 2; offset > 0; offset /= 2)
+        square_sum += __shfl_xor_sync(lane_mask, square_sum, offset);
     const float rstd = rsqrtf(fmaf(square_sum, 1.0f / D, eps));
     const float sign = d < D / 2 ? -1.0f : 1.0f;  // of the sine: the first half loses, the second gains
 #pragma unroll
@@ -55,7 +56,7 @@ void norm_and_rotate(Packed<bf16, BF16_VEC>& x, int d, const float* weight, cons
         y[j] = __fmul_rn(y[j], rstd);
         if (weight) y[j] = __fmul_rn(y[j], weight[d + j]);
         if constexpr (ROPE) {
-            const float partner = __shfl_xor_sync(team, y[j], TEAM / 2);
+            const float partner = __shfl_xor_sync(lane_mask, y[j], HEAD_LANES / 2);
             const float cosine = angles[d % (D / 2) + j], sine = angles[D / 2 + d % (D / 2) + j];
             y[j] = fmaf(y[j], cosine, __fmul_rn(partner, __fmul_rn(sign, sine)));
         }

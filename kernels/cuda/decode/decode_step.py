@@ -19,6 +19,9 @@ _STATIC_BYTES = 4096  # at least the kernel's static shared memory: statistics o
 
 _NORMS, _QK_NORMS = ("norm1", "norm2"), ("q_norm", "k_norm")
 _LINEARS = ("qkv", "proj", "up", "down")
+# A head's lanes hold 8 elements each. They are a power of two within one warp, and at least two: a lane's
+# partners in RoPE are another lane's elements.
+_QK_NORM_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def decode_step(
@@ -98,7 +101,7 @@ def decode_step_rows(device: Device, dtype: np.dtype[Any], config: ModelConfig) 
     the number of rows. It also refuses:
         - a precision other than bf16, or a width that TILE does not divide;
         - a matmul with more output pairs in one block than the block has threads;
-        - QK-norm of heads whose lanes are not a power of two, within one warp;
+        - QK-norm of other head widths than _QK_NORM_HEAD_DIMS;
         - weights and rows of one block that exceed the shared memory of a multiprocessor.
     """
     divisible = all(width % _C["TILE"] == 0 for width in (config.dim, config.ffn, config.head_dim))
@@ -110,7 +113,7 @@ def _template(c: ModelConfig, rows: int, blocks: int, shared_bytes: int) -> tupl
     """The kernel's template arguments and bytes of dynamic shared memory; None if the model does not fit."""
     sizes = (blocks, c.dim, c.heads, c.kv_heads, c.head_dim, c.ffn)
     parts = (c.position == "rope", c.qk_norm != "none", c.mlp == "swiglu")
-    if c.qk_norm != "none" and _C["WARP"] * _C["BF16_VEC"] % c.head_dim:
+    if c.qk_norm != "none" and c.head_dim not in _QK_NORM_HEAD_DIMS:
         return None
     if any(max_tiles * rows * _C["PAIRS"] > _C["THREADS"] for max_tiles, _, _ in _matmuls(c, blocks)):
         return None
