@@ -22,6 +22,7 @@ from kernels.data_parallel import DataParallel
 from kernels.decoding import Decoder
 from kernels.devices import open_ops, open_ranks
 from kernels.fp8 import fp8_weights
+from kernels.heads import Heads
 from kernels.memory import check_fits, plan_of_rank, report
 from kernels.model import Transformer
 from kernels.ops import Ops
@@ -95,7 +96,7 @@ class Engine:
         self._fp8_weights = fp8_weights(fp8, self._arena, self._table, compute) if fp8 else {}
         arrays = compute, masters, self._fp8_weights, self._grads
         self._model = Transformer(Tensors(config, numerics, self.ops, self._arena, *arrays))
-        self.decoder = Decoder(self._model, self._arena)
+        self._heads, self.decoder = Heads(self._model), Decoder(self._model, self._arena)
         if "workspace" in self._arena:
             self.ops.use_workspace(self._arena.whole("workspace"))
         if training:
@@ -178,30 +179,13 @@ class Engine:
         accumulate: bool,
         overlap: bool,
     ) -> None:
-        norm, sums = self._model.forward(tokens, start, training=True), self._arena.whole("nll_sums")
-        rows, vocab_size = norm.shape[0], self.config.vocab_size
-        nll, dnorm = self._arena.rows("nll", rows), self._arena.rows("dnorm", rows)
-        for k in range(self.config.mtp_heads):
-            for part in self._parts(rows):
-                # dlogits take the memory of the logits.
-                dlogits = self._model.head_logits(k, norm[part])
-                self.ops.cross_entropy_backward(
-                    dlogits, nll[part], targets[k, part], dnll[k, part], vocab_size=vocab_size,
-                    softcap=self.config.logit_softcap,
-                )  # fmt: skip
-                self._model.head_backward(
-                    dnorm[part], k, dlogits, norm[part], accumulate=accumulate or part.start > 0
-                )
-            self.ops.weighted_sum_forward(sums[k : k + 1].reshape(()), nll, loss_weight[k])
+        norm = self._model.forward(tokens, start, training=True)
+        dnorm = self._arena.rows("dnorm", len(norm))
+        self._heads.loss_and_gradient(dnorm, norm, targets, loss_weight, dnll, accumulate=accumulate)
         finished = self._parallel.sum_block if overlap else lambda layer: None
         self._model.backward(dnorm, tokens, start, accumulate=accumulate, finished=finished)
         if overlap:
             self.ranks.join()
-
-    def _parts(self, rows: int) -> list[slice]:
-        """All positions in parts whose logits fit their buffer."""
-        step = len(self._arena.whole("logits"))
-        return [slice(first, first + step) for first in range(0, rows, step)]
 
     def use_ops(self, ops: Ops) -> None:
         """Compute with other operations from now on, for a benchmark that times each of them."""
@@ -214,8 +198,8 @@ class Engine:
     def update(self, lr: float, while_gpu_computes: Callable[[], None] = lambda: None) -> Update:
         """Clip the gradient and apply the optimizer once; the next micro-batch starts a new gradient.
 
-        If the gradient norm is not finite, the update is skipped and the gradients are kept, so that
-        first_nonfinite can name the bad tensor.
+        If the gradient norm is not finite, the update is skipped. Each rank then keeps the gradients of its
+        own part, so that first_nonfinite can name the bad tensor; a further micro-step would add to them.
 
         Args:
             lr: the learning rate.
@@ -251,20 +235,9 @@ class Engine:
 
     def _evaluate(self, batch: Batch, heads: int) -> HeadScores:
         norm = self._model.forward(*self._upload_batch(batch))
-        nll, correct = (self._arena.rows(name, norm.shape[0]) for name in ("nll", "correct"))
         targets, weight = head_targets(batch, heads)
-        target, shape = self._upload("targets", targets.reshape(heads, -1)), targets.shape
-        result = HeadScores(np.empty(shape, self.ops.dtype), np.empty(shape, np.bool_), weight)
-        for k in range(heads):
-            for part in self._parts(norm.shape[0]):
-                logits, outs = self._model.head_logits(k, norm[part]), (nll[part], correct[part])
-                self.ops.cross_entropy_forward(
-                    *outs, logits, target[k, part], vocab_size=self.config.vocab_size,
-                    softcap=self.config.logit_softcap,
-                )  # fmt: skip
-            result.nll[k] = self.ops.download(nll).reshape(shape[1:])
-            result.correct[k] = self.ops.download(correct).reshape(shape[1:])
-        return result
+        nll, correct = self._heads.scores(norm, self._upload("targets", targets.reshape(heads, -1)))
+        return HeadScores(nll.reshape(targets.shape), correct.reshape(targets.shape), weight)
 
     def state(self) -> dict[str, Array]:
         """A copy of what training needs to continue; on rank 0. With several ranks, the gradients of
