@@ -45,12 +45,12 @@ class DataParallel:
         # The backward pass finishes the blocks in the order of the flat arrays: these are their ends.
         self._block_ends = {p.layer: p.offset + p.padded_size for p in table if p.name.startswith("blocks.")}
         self._overlap = overlap
-        self._summed = 0  # the gradients before this element have been summed by the last micro-step
+        self._summed_until = 0  # the gradients before this element have been summed by the last micro-step
 
     def begin_micro_step(self, last: bool) -> bool:
         """Whether this micro-step must call sum_block; only the last one of an update ever does."""
         if last and self._overlap:
-            self._summed = self._block_ends[0]
+            self._summed_until = self._block_ends[0]
         return last and self._overlap
 
     def sum_block(self, layer: int) -> None:
@@ -71,12 +71,12 @@ class DataParallel:
     def sum_gradients(self) -> None:
         """Sums gradients, losses and FP8 maxima over all ranks."""
         gradients = self._gradients
-        if self._summed:
-            self._reduce(self._summed, self._split.size)
+        if self._summed_until:
+            self._reduce(self._summed_until, self._split.size)
             self.ranks.join()
         else:
             self.ranks.reduce_scatter(gradients, self._split.summed)
-        self._summed = 0
+        self._summed_until = 0
         if not self._split.sharded:
             self.ranks.all_gather(gradients, self._split.summed)
         self.ranks.sum(self._arena.whole("nll_sums"))

@@ -130,7 +130,9 @@ class AdamW:
             params, arena.whole("exp_avg"), arena.whole("exp_avg_sq"), grads, compute_weights,
             arena.whole("flags"), grad_norm, lr, step, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
             weight_decay=self.weight_decay, grad_clip=self.grad_clip,
-            lr_scales=(1.0, self.embedding_lr_scale, self.head_lr_scale, self.vector_lr_scale),
+            lr_scales=tuple(
+                1.0 if group == "matrix" else getattr(self, f"{group}_lr_scale") for group in GROUPS
+            ),
         )  # fmt: skip
 
     def describe(self, table: list[Parameter]) -> str:

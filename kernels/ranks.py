@@ -25,9 +25,11 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 Item = TypeVar("Item")
-FORWARD_S = 0.5  # in which mpiexec passes on what a rank has printed; after an abort it may drop the rest
+MPIEXEC_OUTPUT_S = (
+    0.5  # in which mpiexec passes on what a rank has printed; after an abort it may drop the rest
+)
 # Errors of other ranks are reported so much later: an error that all ranks have is rank 0's to tell.
-OTHER_ERROR_DELAY_S = 1.0 + FORWARD_S
+OTHER_ERROR_DELAY_S = 1.0 + MPIEXEC_OUTPUT_S
 
 
 class Link(Protocol):
@@ -110,7 +112,7 @@ class MpiLink:
         if self.rank:
             time.sleep(OTHER_ERROR_DELAY_S)
         print_error(f"rank {self.rank}: {error}" if self.rank else error, self.note)
-        time.sleep(FORWARD_S)
+        time.sleep(MPIEXEC_OUTPUT_S)
         self._world.Abort(1)
 
     def close(self) -> None:

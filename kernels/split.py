@@ -4,8 +4,8 @@ Every rank computes the gradients of all parameters, each on its own micro-batch
 of the gradients over all ranks, and updates one part of the parameters (ZeRO, stage 1):
 
     flat array   |--- rank 0 ---|--- rank 1 ---|--- rank 2 ---|
-    summed       cut at multiples of a chunk of ops.square_sums, so that the gradient's norm has the same
-                 bits for any number of ranks
+    summed       cut at multiples of a chunk of ops.square_sums, so that the same summed gradient gives the
+                 same norm bit for bit, however many ranks compute it
     owned        where the optimizer cuts; optimizer state and master weights exist only there
 
 AdamW cuts where the sums are cut. Muon cuts between matrices; a sum is then cut at the next chunk, and the

@@ -21,7 +21,8 @@
 
 #include "vectors.cuh"
 
-// The sizes that both directions share. count: (row, group) items, rows * groups. width: half a row of table.
+// The sizes that both directions share. count: (row, group) items, rows * groups; count * lanes
+// is below 2^31. width: half a row of table.
 struct Sizes {
     int count, length, heads, queries, normed, head_dim, width, groups, lanes;
 };

@@ -48,17 +48,17 @@ def qk_norm_backward(
     """
     template, sizes = _sizes("backward", kv_heads, dqkv, qkv, table, query_weight, key_weight)
     blocks, head_dim = -(-sizes["count"] * sizes["lanes"] // _BLOCK), sizes["head_dim"]
-    weighted = dquery_weight is not None
-    if weighted:
+    partial, shared_bytes = None, 0
+    if dquery_weight is not None:
         blocks = min(blocks, _BLOCKS_PER_SM * device.sm_count)
-    (partial,) = device.workspace(((2, blocks if weighted else 0, head_dim), FLOAT))
-    shared_bytes = _BLOCK // _WARP * 2 * head_dim * FLOAT.itemsize if weighted else 0
+        (partial,) = device.workspace(((2, blocks, head_dim), FLOAT))
+        shared_bytes = _BLOCK // _WARP * 2 * head_dim * FLOAT.itemsize
     device.launch(
-        _BACKWARD, (*template, weighted), blocks, _BLOCK, shared_bytes=shared_bytes,
+        _BACKWARD, (*template, partial is not None), blocks, _BLOCK, shared_bytes=shared_bytes,
         dqkv=dqkv, partial=partial, qkv=qkv, rstd=rstd, start=start, table=table, query_weight=query_weight,
         key_weight=key_weight, **sizes,
     )  # fmt: skip
-    if dquery_weight is not None:
+    if dquery_weight is not None and partial is not None:
         add_rows(device, partial, dquery_weight, dkey_weight)
 
 

@@ -215,8 +215,8 @@ void consumer(const SmemLayout<HEAD_DIM, STAGES>& smem, const TensorMap& out_map
         // Separates the other warpgroup's exponentials from this one's.
         named_barrier_sync(own_turn, CONSUMERS * WARPGROUP);
         exponentials<0, EARLY_EXPONENTIALS>(s, tile.row_max, tile.row_sum, scale_log2);
-        // ptxas hoists the wgmma wait to the last branch before it. The spin loop of this wait, for the next
-        // PV's v, is put here to be that branch: the early exponentials overlap PV, the others follow it.
+        // ptxas hoists wgmma_wait to the last branch before it. The spin loop of the mbarrier wait below, for
+        // the next PV's v, is put here to be that branch: early exponentials overlap PV, others follow it.
         wait(smem.v_full[step % STAGES], step / STAGES % 2);
         wait_pending();
         exponentials<EARLY_EXPONENTIALS, KEY_TILE / 2>(s, tile.row_max, tile.row_sum, scale_log2);

@@ -201,12 +201,12 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
         float dk[D_TILES][32] = {}, dv[D_TILES][32] = {};
         issue_scores(k_desc);
         if (KV_ROTATES_WITH_DS<HEAD_DIM>) {
-            arrive_kv_empty(smem);
-            // WAR: the last work tile's dk and dv are being stored from the buffer that this tile's second
-            // ds, or else the next K and V, will overwrite. DS_BARRIER or q_empty orders those behind it.
+            arrive_kv_empty(smem);  // the next K and V go to another buffer of the rotation
+            // WAR: TMA may still store the previous work tile's dk and dv. Their buffer is overwritten by
+            // this tile's second ds, after a DS_BARRIER, or else by the next K and V, after a q_empty.
             if (thread == 0) bulk_wait_read();
         }
-        wait(smem.kv_full[1], work_iter % 2);
+        wait(smem.kv_full[1], work_iter % 2);  // V; wait_work_tile has waited for K
         wgmma_wait<0>();
         warpgroup_fence_operand(s);
         int first_query = 0;  // of the query tile, from the work tile's first key; 0 for each head
@@ -229,7 +229,7 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
             warpgroup_fence_operand(dp);
             probs_to_ds(dp, a_frag, row_lse2 + TILE);
             wgmma_wait<0>();  // dV has read a_frag
-            // WAR: an earlier dQ read this ds buffer. Both warpgroups completed it before the last
+            // WAR: the last dQ that read this ds buffer was complete in both warpgroups before the last
             // DS_BARRIER: the previous step's, or store_dkv's in the first step of a work tile.
             store_ds(a_frag, dp, buffers.ds + warpgroup * WARPGROUP_TILE_BYTES);
             wgmma_fence();
@@ -241,8 +241,8 @@ void consumer(const SmemLayout<HEAD_DIM>& smem, const TensorMap& dqkv_map, float
             wgmma_wait<1>();  // dK is complete: the stage's last reader
             if (lane == 0) arrive(smem.q_empty[stage]);
             step++;
-            // The next step's S^T. The last one is unused, and the producer completes its q_full: if only
-            // some paths issued it, ptxas would serialise all wgmmas.
+            // The next step's S^T, on every path: else ptxas would serialise all wgmmas. After a work tile's
+            // last step it is discarded. After the last work tile the producer completes one more q_full.
             issue_scores(k_desc);
             // Waits until the previous step's dq has left the buffer. `step` is n + 1 in step n, which waits
             // for phase n - 1: the same parity. In step 0 the mbarrier is new, and parity 1 passes at once.

@@ -120,14 +120,15 @@ struct Layers {
 
 // The matmuls of a launch, numbered n = layer * MATMULS + kind.
 //
-// Tags: results of matmul n are published with tag 1 + n. So its inputs, from the matmul before, carry tag n:
+// Tags: results of matmul n are published with tag 1 + n. So its inputs, from the matmul before, carry tag n.
+// Attention is no matmul and shares proj's n. So splits carry 1 + n, though proj polls for them:
 //
-//     phase       polls for                          publishes                    n - 4 layer  
-//     qkv         stream (embedding in layer 0)      qkv                          0
-//     attention   qkv                                splits, with proj's tag      1
-//     proj        splits, with its own tag           stream                       1
-//     up          stream                             act                          2
-//     down        act                                stream                       3
+//     phase       polls for, with its tag                  publishes with 1 + n     kind, n % MATMULS
+//     qkv         stream (embedding in layer 0), n         qkv                      QKV
+//     attention   qkv, n                                   splits                   PROJ
+//     proj        splits, 1 + n                            stream                   PROJ
+//     up          stream, n                                act                      UP
+//     down        act, n                                   stream                   DOWN
 template <typename M, int ROWS, int REGIONS>
 struct Matmuls {
     const Layers& model;

@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                                if (blockIdx.x == 0) *reinterpret_cast<uint2*>(norm + r * DIM + i) = x;
                            });
     __syncthreads();  // separates the writes of smem_x from the head's reads
-    // The next kernel may start once all blocks are here, so all are resident. This one waited for the last.
+    // A dependent kernel starts only once all blocks are here, so it takes no place from one that polls.
     launch_dependents();
     head.multiply(logits, vocab, smem_x);
     tags.finish(1 + layers * MATMULS);
