@@ -9,21 +9,21 @@ from kernels.cpu.adamw import adamw
 from kernels.parameters import DECAYS, GROUP_SHIFT, GROUPS, MUON, ZERO_GRAD
 from tests.compare import UNIT, Array, Arrays, assert_repeats, assert_same_bits, assert_within, normal, single
 
-SEGMENT, RUNS = 64, 9
-CONSTANTS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
-CONSTANTS["lr_scales"] = (1.0, 1.0, 1.0, 1.0)
+SEGMENT, SEGMENTS = 64, 9
+CONSTANTS: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1,
+                             "grad_clip": 1.0, "lr_scales": (1.0, 1.0, 1.0, 1.0)}  # fmt: skip
 
 
 def inputs() -> Arrays:
-    """Random parameters and moments as after some steps; runs decay or not, and are cleared or not."""
+    """Random parameters and moments as after some steps; segments decay or not, and are cleared or not."""
     rng = np.random.default_rng(3)
-    size = SEGMENT * RUNS
+    size = SEGMENT * SEGMENTS
     return {
         "params": normal(rng, size),
         "exp_avg": 0.1 * normal(rng, size),
         "exp_avg_sq": 0.01 * np.abs(normal(rng, size)),
         "grads": normal(rng, size),
-        "flags": np.arange(RUNS, dtype=np.uint8) % 4,
+        "flags": np.arange(SEGMENTS, dtype=np.uint8) % 4,
         "grad_norm": np.array(0.5),
         "lr": np.array(1e-2),
         "step": np.array(7),
@@ -83,11 +83,11 @@ def test_first_step_has_the_length_of_the_learning_rate() -> None:
         {
             **inputs(),
             "step": np.array(1),
-            "exp_avg": np.zeros(SEGMENT * RUNS),
-            "exp_avg_sq": np.zeros(SEGMENT * RUNS),
+            "exp_avg": np.zeros(SEGMENT * SEGMENTS),
+            "exp_avg_sq": np.zeros(SEGMENT * SEGMENTS),
         }
     )
-    a["grads"] *= np.geomspace(1e-4, 1, SEGMENT * RUNS, dtype=np.float32)
+    a["grads"] *= np.geomspace(1e-4, 1, SEGMENT * SEGMENTS, dtype=np.float32)
     # Where sqrt(1 - beta2) |g| is far above eps; a thousandth of the rate besides.
     moved = (run(a, weight_decay=0.0)["params"] - a["params"])[np.abs(a["grads"]) > 1e-4]
     assert_within("step", np.abs(moved), np.full_like(moved, 1e-2), 1e-5)
@@ -96,7 +96,7 @@ def test_first_step_has_the_length_of_the_learning_rate() -> None:
 
 # Norms and biases that decay towards zero.
 def test_decay_acts_where_it_should() -> None:
-    a = {**inputs(), "grads": np.zeros(SEGMENT * RUNS), "exp_avg": np.zeros(SEGMENT * RUNS)}
+    a = {**inputs(), "grads": np.zeros(SEGMENT * SEGMENTS), "exp_avg": np.zeros(SEGMENT * SEGMENTS)}
     got, decays = run(a)["params"], np.repeat(a["flags"], SEGMENT) & DECAYS > 0
     np.testing.assert_array_equal(got[~decays], a["params"][~decays])
     assert_within("params", got[decays], a["params"][decays] * (1 - 1e-2 * 0.1), 1e-15)
@@ -105,7 +105,7 @@ def test_decay_acts_where_it_should() -> None:
 # The rate of one group for another's, or a decay that does not follow the group's rate.
 def test_each_group_has_its_rate() -> None:
     a, scales = inputs(), (1.0, 3.0, 0.5, 0.0)
-    group = np.arange(RUNS) % len(GROUPS)
+    group = np.arange(SEGMENTS) % len(GROUPS)
     a["flags"] = (DECAYS | group << GROUP_SHIFT).astype(np.uint8)
     got = run(a, lr_scales=scales)["params"]
     for number, scale in enumerate(scales):
@@ -136,7 +136,7 @@ def test_padding_stays_zero() -> None:
         assert not array[100:140].any()
 
 
-# A run whose elements two threads share.
+# A segment whose elements two threads share.
 def test_same_bits_again_and_on_one_thread() -> None:
     assert_repeats(run, inputs())
 
@@ -144,7 +144,7 @@ def test_same_bits_again_and_on_one_thread() -> None:
 # A gradient that the next update adds to, one that is cleared for nothing, or an element that is cleared
 # before it is used.
 def test_gradient_is_cleared() -> None:
-    a = {**inputs(), "compute_weights": np.full(SEGMENT * RUNS, np.nan, np.float32)}
+    a = {**inputs(), "compute_weights": np.full(SEGMENT * SEGMENTS, np.nan, np.float32)}
     params, before, scalars = a["params"], a["grads"].copy(), (a["flags"], a["grad_norm"], a["lr"], a["step"])
     adamw(params, a["exp_avg"], a["exp_avg_sq"], a["grads"], a["compute_weights"], *scalars, **CONSTANTS)
     assert_same_bits(
@@ -157,16 +157,16 @@ def test_gradient_is_cleared() -> None:
 
 
 # A matrix that both optimizers move, or compute weights that are rounded before Muon has moved the matrix.
-def test_muons_runs_stay() -> None:
-    a = {**inputs(), "compute_weights": np.full(SEGMENT * RUNS, np.nan)}
+def test_muons_segments_stay() -> None:
+    a = {**inputs(), "compute_weights": np.full(SEGMENT * SEGMENTS, np.nan)}
     flat = ("params", "exp_avg", "exp_avg_sq", "grads", "compute_weights")
     results = []
-    for flags in (a["flags"], a["flags"] | MUON * (np.arange(RUNS) % 3 == 1).astype(np.uint8)):
+    for flags in (a["flags"], a["flags"] | MUON * (np.arange(SEGMENTS) % 3 == 1).astype(np.uint8)):
         b = {name: array.copy() for name, array in a.items()}
         arrays = (*(b[name] for name in flat), flags, *(b[name] for name in ("grad_norm", "lr", "step")))
         adamw(*arrays, **CONSTANTS)
         results.append(b)
-    muons = np.repeat(np.arange(RUNS) % 3 == 1, SEGMENT)
+    muons = np.repeat(np.arange(SEGMENTS) % 3 == 1, SEGMENT)
     assert_same_bits(results[1], {**a, **{name: np.where(muons, a[name], results[0][name]) for name in flat}})
 
 
@@ -174,7 +174,7 @@ def test_muons_runs_stay() -> None:
 # fault.
 @pytest.mark.parametrize("norm", [np.nan, np.inf])
 def test_nothing_changes_where_the_norm_is_not_finite(norm: float) -> None:
-    a = {**inputs(), "compute_weights": np.ones(SEGMENT * RUNS), "grad_norm": np.array(norm)}
+    a = {**inputs(), "compute_weights": np.ones(SEGMENT * SEGMENTS), "grad_norm": np.array(norm)}
     before = {name: array.copy() for name, array in a.items()}
     arrays = (
         a[name]

@@ -1,6 +1,7 @@
 """Generation over the cache: what is drawn, when it ends, what happens when the context is full."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,17 @@ def uncached(engine: Engine, window: list[int]) -> np.ndarray:
     targets[:, -1] = np.arange(VOCAB)
     tokens = np.tile(np.array(window, np.int32), (VOCAB, 1))
     return -engine.score(Batch(tokens, targets, np.zeros(shape, np.int32), np.ones(shape, np.float32)))[:, -1]
+
+
+# A cap that training applies and the draw does not: text much surer than the model.
+def test_draws_are_of_capped_logits() -> None:
+    drawn = []
+    for softcap in (0.0, 1e-3):
+        engine = tiny(replace(EULER, logit_softcap=softcap), 1)
+        engine.load({name: weight * 20 for name, weight in engine.weights().items()})
+        prompts = [[1]] * 40
+        drawn.append(len({ids[0] for ids in generate_batch(engine, prompts, Sampling(), max_tokens=1)}))
+    assert drawn[0] < 10 < 20 < drawn[1]  # nearly one token; 40 draws of 40 equal ones give some 25
 
 
 # A cache that is off by a position, or holds unrotated keys, gives other tokens; so does a window that, once

@@ -83,7 +83,11 @@ def test_gradient(case: tuple[int, int, int], kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ROPE)
 def test_float32(case: tuple[int, int, int], kind: str) -> None:
-    assert_float32(run, inputs(kind, *case), 8)
+    heads, kv_heads, head_dim = case
+    dweights = [f"d{name}" for name in ("query_weight", "key_weight") if kind != "unweighted"]
+    assert_float32(run, inputs(kind, *case), head_dim, names=("out", "dqkv"))
+    if dweights:
+        assert_float32(run, inputs(kind, *case), BATCH * LENGTH * max(heads, kv_heads), names=dweights)
 
 
 # A head that two threads change, or a sum whose order depends on their number.
